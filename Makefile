@@ -1,0 +1,49 @@
+# Every target sets up what it needs: on a fresh machine with Python 3.11+ and pip, `make demo` and
+# `make test` work from a bare clone. TORCH pins the build; PYTHON picks the interpreter.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu lint format bench tables clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+# torch first and pinned: a range that another package names must never pull a different build.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[dev]"
+	@touch $(READY)
+
+setup: $(READY)  ## create the virtual environment
+
+demo: $(READY)  ## build a sparse block, check it, time it, plot it (CPU, under 2 minutes)
+	$(BIN)/twell demo
+
+test: $(READY)  ## run the tests that need no GPU
+	$(BIN)/python -m pytest -q
+
+test-gpu:  ## run the GPU tests with the interpreter that has CUDA torch (PYTHON=...)
+	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu
+
+lint: $(READY)  ## check style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## fix style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## measure the CPU figures again and append them to benchmarks/results
+	$(BIN)/python benchmarks/ffn_cpu.py
+	$(BIN)/python benchmarks/format_memory.py
+
+tables: $(READY)  ## regenerate every table and figure of README and docs from benchmarks/results
+	$(BIN)/python benchmarks/tables.py
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis demo_out

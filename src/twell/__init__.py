@@ -1,0 +1,34 @@
+"""twell: the zeros in LLM feed-forward layers, made to pay.
+
+y = twell.ffn(x, up, down, gate)          one block, exact, inactive neurons skipped
+mlp = twell.SparseMLP(1024, 4096)         the same as a module, Llama's parameter names
+twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation matrix
+"""
+
+from ._version import __version__
+from .activations import Activation, fatrelu
+from .backends import Backend, Site, backend_names, register_backend, unregister_backend
+from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
+from .functional import FfnStats, ffn, ffn_with_stats
+from .nn import SparseMLP
+from .plan import Plan
+
+__all__ = [
+    "Activation",
+    "Backend",
+    "BlockTwELL",
+    "FfnStats",
+    "Hybrid",
+    "HybridTransposed",
+    "Plan",
+    "Site",
+    "SparseMLP",
+    "TwELL",
+    "__version__",
+    "backend_names",
+    "fatrelu",
+    "ffn",
+    "ffn_with_stats",
+    "register_backend",
+    "unregister_backend",
+]

@@ -1,0 +1,37 @@
+"""One way to refuse bad input: name the argument, the value received and the values accepted."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def reject(argument: str, received: Any, accepted: str) -> NoReturn:
+    """Raise the library's standard `ValueError`."""
+    raise ValueError(f"{argument}: got {received}; accepted: {accepted}")
+
+
+def require_matrix(argument: str, value: Any) -> None:
+    """`value` must be a 2-D floating-point tensor."""
+    if not isinstance(value, Tensor):
+        reject(argument, f"a {type(value).__name__}", "a 2-D floating-point torch.Tensor")
+    if value.dim() != 2:
+        reject(argument, f"shape {tuple(value.shape)}", "a 2-D tensor")
+    if value.dtype not in FLOAT_DTYPES:
+        reject(argument, f"dtype {value.dtype}", ", ".join(map(str, FLOAT_DTYPES)))
+
+
+def require_positive_int(argument: str, value: Any) -> None:
+    """`value` must be an int of at least 1 (bools are refused)."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        reject(argument, repr(value), "an integer >= 1")
+
+
+def require_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
+    """`value` must be one of `choices`."""
+    if value not in choices:
+        reject(argument, repr(value), " | ".join(map(repr, choices)))

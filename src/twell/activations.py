@@ -1,0 +1,96 @@
+"""The sparse activations: `relu`, `relu2` (squared ReLU) and `fatrelu(threshold)`.
+
+Each one is exactly zero below a threshold, which is what makes a neuron *inactive*.
+NaN is never inactive: comparisons are written so that a NaN stays in the active set and
+reaches the output.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._checks import reject, require_choice
+
+_NAMES = ("relu", "relu2", "fatrelu")
+_FATRELU = re.compile(r"fatrelu\((?P<threshold>[^()]+)\)")
+_ACCEPTED = "'relu' | 'relu2' | 'fatrelu(THRESHOLD)' with THRESHOLD >= 0, or a twell.Activation"
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A sparse activation function.
+
+    name:       "relu", "relu2" or "fatrelu".
+    threshold:  values at or below it become 0; only fatrelu takes one other than 0.
+    """
+
+    name: str = "relu"
+    threshold: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_choice("activation", self.name, _NAMES)
+        if not (math.isfinite(self.threshold) and self.threshold >= 0):
+            reject("activation threshold", self.threshold, "a finite number >= 0")
+        if self.name != "fatrelu" and self.threshold != 0:
+            reject("activation threshold", self.threshold, f"0 for {self.name!r}")
+
+    @staticmethod
+    def parse(spec: str | Activation) -> Activation:
+        """Read "relu", "relu2" or "fatrelu(0.1)"; an `Activation` passes through."""
+        if isinstance(spec, Activation):
+            return spec
+        if not isinstance(spec, str):
+            reject("activation", f"a {type(spec).__name__}", _ACCEPTED)
+        return _parse(spec)
+
+    @property
+    def spec(self) -> str:
+        """The string that `parse` reads back; the form that registered ops carry."""
+        return f"fatrelu({self.threshold!r})" if self.name == "fatrelu" else self.name
+
+    def __call__(self, pre: Tensor) -> Tensor:
+        """Apply to pre-activations of any shape; differentiable."""
+        if self.name == "relu":
+            return torch.relu(pre)
+        if self.name == "relu2":
+            return torch.relu(pre).square()
+        return torch.where(pre <= self.threshold, 0.0, pre)
+
+    def apply_(self, pre: Tensor) -> Tensor:
+        """Apply in place (no autograd) and return `pre`."""
+        if self.name == "relu":
+            return pre.relu_()
+        if self.name == "relu2":
+            return pre.relu_().square_()
+        return pre.masked_fill_(pre <= self.threshold, 0.0)
+
+    def derivative(self, pre: Tensor) -> Tensor:
+        """d act / d pre, elementwise, as autograd gives it (0 at the kink, NaN counted as active)."""
+        inactive = pre <= self.threshold
+        if self.name == "relu2":
+            return torch.where(inactive, 0.0, 2 * pre)
+        return torch.where(inactive, 0.0, torch.ones_like(pre))
+
+
+@lru_cache(maxsize=256)
+def _parse(spec: str) -> Activation:
+    if spec in ("relu", "relu2"):
+        return Activation(spec)
+    match = _FATRELU.fullmatch(spec.replace(" ", ""))
+    if match:
+        try:
+            return Activation("fatrelu", float(match["threshold"]))
+        except ValueError:
+            pass
+    reject("activation", repr(spec), _ACCEPTED)
+
+
+def fatrelu(threshold: float) -> Activation:
+    """x where x > threshold (or NaN), else 0."""
+    return Activation("fatrelu", float(threshold))

@@ -1,0 +1,149 @@
+"""The registry of implementations that a plan can choose from.
+
+A backend says what it cannot run and why, computes the forward, and may bring a backward of its own.
+New kernels join with `register_backend`; nothing else in the library names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ._checks import reject
+from .kernels.args import FfnArgs, FfnOutput
+from .kernels.cpu import cpu_forward
+from .kernels.csr import sampled_dot_available
+from .kernels.dense import dense_backward, dense_forward
+
+PATHS = ("auto", "dense", "row", "block")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """What is known of a call before it runs: everything a backend may refuse.
+
+    training: whether gradients will be asked for.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    hidden: int
+    neurons: int
+    gated: bool
+    training: bool
+
+
+Forward = Callable[[FfnArgs, str, int, bool], FfnOutput]
+Backward = Callable[[FfnArgs, Tensor, Tensor | None, FfnArgs], tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of the feed-forward block.
+
+    name:        how plans and logs call it.
+    paths:       the plan paths it implements, of "auto", "dense", "row", "block".
+    refusal:     Site -> why it cannot run there, or None if it can.
+    worthwhile:  Site -> whether an automatic plan should try it (it may still finish densely).
+    forward:     (args, path, block_rows, record) -> FfnOutput; block_rows 0 means its default.
+    backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments, built from
+                 traceable ops; None means the dense backward.
+    """
+
+    name: str
+    paths: frozenset[str]
+    refusal: Callable[[Site], str | None]
+    forward: Forward
+    worthwhile: Callable[[Site], bool] = lambda site: True
+    backward: Backward | None = None
+
+    def refuses(self, site: Site, path: str) -> str | None:
+        """Why this backend cannot run `path` at `site`, or None."""
+        if path not in self.paths:
+            return f"it has no {path!r} path"
+        return self.refusal(site)
+
+
+_BACKENDS: dict[str, Backend] = {}
+_version = 0
+
+
+def register_backend(backend: Backend) -> None:
+    """Add a backend; automatic plans try later registrations first, so specialised ones win."""
+    if backend.name in _BACKENDS:
+        reject("backend.name", repr(backend.name), f"a new name, not one of {backend_names()}")
+    unknown = backend.paths - set(PATHS)
+    if unknown:
+        reject("backend.paths", sorted(unknown), f"names from {PATHS}")
+    _BACKENDS[backend.name] = backend
+    _bump_version()
+
+
+def unregister_backend(name: str) -> None:
+    """Remove a backend that `register_backend` added."""
+    del _BACKENDS[get_backend(name).name]
+    _bump_version()
+
+
+def registry_version() -> int:
+    """A number that changes with every registration, for caches of decisions."""
+    return _version
+
+
+def _bump_version() -> None:
+    global _version
+    _version += 1
+
+
+def get_backend(name: str) -> Backend:
+    if name not in _BACKENDS:
+        reject("backend", repr(name), " | ".join(map(repr, backend_names())))
+    return _BACKENDS[name]
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(_BACKENDS)
+
+
+def candidates() -> tuple[Backend, ...]:
+    """Sparse backends in the order in which automatic plans try them."""
+    return tuple(b for b in reversed(_BACKENDS.values()) if b.name != "dense")
+
+
+def _cpu_refusal(site: Site) -> str | None:
+    if site.device_type != "cpu":
+        return f"the tensors are on {site.device_type!r}, not on the CPU"
+    if not sampled_dot_available():
+        return "this torch build has no sampled matrix product for CSR tensors on the CPU"
+    return None
+
+
+# Below this weight size the overhead of a registered op (about 30 us) is a visible part of the block.
+_CPU_WORTHWHILE_WEIGHTS = 1 << 19
+
+
+def _cpu_worthwhile(site: Site) -> bool:
+    return site.hidden * site.neurons >= _CPU_WORTHWHILE_WEIGHTS
+
+
+register_backend(
+    Backend(
+        name="dense",
+        paths=frozenset({"dense"}),
+        refusal=lambda site: None,
+        forward=lambda args, path, block_rows, record: dense_forward(args, record),
+        backward=dense_backward,
+    )
+)
+register_backend(
+    Backend(
+        name="cpu",
+        paths=frozenset(PATHS),
+        refusal=_cpu_refusal,
+        worthwhile=_cpu_worthwhile,
+        forward=cpu_forward,
+    )
+)

@@ -1,0 +1,194 @@
+"""`twell.ffn`: the feed-forward block as one function, with or without activation statistics."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._checks import FLOAT_DTYPES, reject
+from .activations import Activation
+from .backends import Site
+from .kernels.args import FfnArgs, FfnOutput
+from .kernels.dense import dense_forward
+from .ops import ffn_op
+from .plan import Plan, resolve
+
+
+class FfnStats(NamedTuple):
+    """Activation statistics of one call.
+
+    l1:      []        mean over tokens of sum |hidden|; differentiable.
+    l0:      []        mean number of active neurons per token.
+    firing:  int64 [H] for how many tokens each neuron was active.
+    """
+
+    l1: Tensor
+    l0: Tensor
+    firing: Tensor
+
+
+def ffn(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Tensor | None = None,
+    *,
+    activation: str | Activation = "relu",
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    plan: Plan | None = None,
+) -> Tensor:
+    """A feed-forward block that skips inactive neurons.
+
+    gated:      y = (act(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias
+    non-gated:  y = act(x up^T + up_bias) down^T + down_bias
+
+    x:           [..., D] float32, float64, bfloat16 or float16, any strides.
+    up, gate:    [H, D], as `nn.Linear` stores them, in x's dtype and on x's device.
+    down:        [D_out, H]; fastest when each neuron's weights lie together (`down.mT` contiguous).
+    activation:  "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+    plan:        how to run it; None decides by itself. See `twell.Plan`.
+    Returns [..., D_out]. Differentiable. Under autocast, float tensors are cast as for `linear`.
+
+    A NaN pre-activation counts as active. A NaN or Inf in an operand reaches the output if it meets an
+    active neuron; if it meets inactive ones only, sparse paths may skip it where dense gives NaN.
+    No host synchronisation on accelerators.
+    """
+    tensors = (x, up, down, gate, up_bias, down_bias, gate_bias)
+    return _run(tensors, activation, plan, record=False).y
+
+
+def ffn_with_stats(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Tensor | None = None,
+    *,
+    activation: str | Activation = "relu",
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    plan: Plan | None = None,
+) -> tuple[Tensor, FfnStats]:
+    """`ffn`, and the call's L1, L0 and firing counts, gathered in the same pass."""
+    tensors = (x, up, down, gate, up_bias, down_bias, gate_bias)
+    output = _run(tensors, activation, plan, record=True)
+    tokens = max(x.numel() // x.shape[-1], 1)
+    l0 = output.firing.sum() / tokens
+    return output.y, FfnStats(l1=output.l1, l0=l0, firing=output.firing)
+
+
+def _run(
+    tensors: tuple[Tensor | None, ...],
+    activation: str | Activation,
+    plan: Plan | None,
+    record: bool,
+) -> FfnOutput:
+    act = Activation.parse(activation)
+    if plan is not None and not isinstance(plan, Plan):
+        reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
+    x = tensors[0]
+    if not isinstance(x, Tensor):
+        reject("x", f"a {type(x).__name__}", "a floating-point torch.Tensor [..., D]")
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = tuple(_autocast(tensor, dtype) for tensor in tensors)
+        with torch.autocast(device_type, enabled=False):
+            return _dispatch(tensors, act, plan, record)
+    return _dispatch(tensors, act, plan, record)
+
+
+def _dispatch(
+    tensors: tuple[Tensor | None, ...], activation: Activation, plan: Plan | None, record: bool
+) -> FfnOutput:
+    _validate(*tensors)
+    x, up, down, gate, *_ = tensors
+    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    path, block_rows, backend = _resolve_constant(
+        plan, x.device.type, x.dtype, up.shape[1], up.shape[0], gate is not None, training
+    )
+    tokens = x.reshape(-1, x.shape[-1])
+    flat = (tokens, *tensors[1:])
+    if path == "dense" and backend == "dense":
+        output = dense_forward(FfnArgs(*flat, activation), record)
+    else:
+        y, l1, firing = ffn_op(*flat, activation.spec, path, block_rows, backend, record)
+        output = FfnOutput(y, l1, firing)
+    return output._replace(y=output.y.reshape(*x.shape[:-1], down.shape[0]))
+
+
+@torch.compiler.assume_constant_result
+def _resolve_constant(
+    plan: Plan | None,
+    device_type: str,
+    dtype: torch.dtype,
+    hidden: int,
+    neurons: int,
+    gated: bool,
+    training: bool,
+) -> tuple[str, int, str]:
+    """`resolve` as three constants: under torch.compile it runs, and logs, once per trace."""
+    site = Site(
+        device_type=device_type,
+        dtype=dtype,
+        hidden=hidden,
+        neurons=neurons,
+        gated=gated,
+        training=training,
+    )
+    resolved = resolve(plan, site)
+    return resolved.path, resolved.block_rows, resolved.backend
+
+
+def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if tensor is None or not isinstance(tensor, Tensor) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _validate(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    gate: Tensor | None,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    gate_bias: Tensor | None,
+) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        reject("x", f"dtype {x.dtype}", ", ".join(map(str, FLOAT_DTYPES)))
+    if x.dim() < 1:
+        reject("x", "a 0-D tensor", "shape [..., D]")
+    _check_operand("up", up, x, (None, x.shape[-1]), "[H, D]")
+    neurons = up.shape[0]
+    _check_operand("down", down, x, (None, neurons), "[D, H]")
+    if gate is not None:
+        _check_operand("gate", gate, x, (neurons, x.shape[-1]), "[H, D]")
+    elif gate_bias is not None:
+        reject("gate_bias", "a tensor without a gate", "None for a non-gated block")
+    for name, bias, size, layout in (
+        ("up_bias", up_bias, neurons, "[H]"),
+        ("gate_bias", gate_bias, neurons, "[H]"),
+        ("down_bias", down_bias, down.shape[0], "[D]"),
+    ):
+        if bias is not None:
+            _check_operand(name, bias, x, (size,), layout)
+
+
+def _check_operand(name: str, tensor: Tensor, x: Tensor, shape: tuple[int | None, ...], layout: str) -> None:
+    if not isinstance(tensor, Tensor):
+        reject(name, f"a {type(tensor).__name__}", f"a torch.Tensor {layout}")
+    fits = tensor.dim() == len(shape)
+    for received, wanted in zip(tensor.shape, shape, strict=False):
+        fits = fits and (wanted is None or received == wanted)
+    if not fits:
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        reject(name, f"shape {tuple(tensor.shape)}", f"{layout} = ({wanted}) for x {tuple(x.shape)}")
+    if tensor.dtype != x.dtype:
+        reject(name, f"dtype {tensor.dtype}", f"{x.dtype}, the dtype of x")
+    if tensor.device != x.device:
+        reject(name, f"device {tensor.device}", f"{x.device}, the device of x")

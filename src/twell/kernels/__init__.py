@@ -1,0 +1,1 @@
+"""Implementations of the feed-forward block: `dense` (plain PyTorch, differentiable) and `cpu`."""

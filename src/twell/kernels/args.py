@@ -1,0 +1,43 @@
+"""What every implementation of the feed-forward block receives and returns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..activations import Activation
+
+
+class FfnArgs(NamedTuple):
+    """The operands of one block, tokens flattened. Weights are in `nn.Linear` layout, any strides.
+
+    x [M, D]; up, gate [H, D]; down [D, H]; up_bias, gate_bias [H]; down_bias [D].
+    `gate` is None for a non-gated block.
+    """
+
+    x: Tensor
+    up: Tensor
+    down: Tensor
+    gate: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate_bias: Tensor | None
+    activation: Activation
+
+    @property
+    def selector(self) -> Tensor:
+        """[H, D]: the projection whose activation decides which neurons are active."""
+        return self.up if self.gate is None else self.gate
+
+    @property
+    def selector_bias(self) -> Tensor | None:
+        return self.up_bias if self.gate is None else self.gate_bias
+
+
+class FfnOutput(NamedTuple):
+    """y [M, D]; when recorded, l1 [] (mean over tokens of sum |h|) and firing int64 [H]."""
+
+    y: Tensor
+    l1: Tensor | None = None
+    firing: Tensor | None = None

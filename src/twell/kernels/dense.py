@@ -1,0 +1,82 @@
+"""The dense path: plain PyTorch, differentiable, traceable, and the fallback of every other path."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .args import FfnArgs, FfnOutput
+
+
+def dense_forward(args: FfnArgs, record: bool) -> FfnOutput:
+    """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable)."""
+    activated, hidden = _hidden(args)
+    y = linear(hidden, _readable_down(args.down), args.down_bias)
+    if not record:
+        return FfnOutput(y)
+    active = activated.detach() != 0
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    l1 = hidden.abs().sum(dtype=wide) / max(args.x.shape[0], 1)
+    return FfnOutput(y, l1, active.sum(dim=0))
+
+
+def dense_backward(
+    args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias) from recomputed activations.
+
+    grad_y:   [M, D].
+    grad_l1:  [] or None.
+    needed:   an `FfnArgs` of bools; a False entry gives None.
+    Every operation is a traceable torch op, so a compiled backward fuses it.
+    """
+    x, gate, activation = args.x, args.gate, args.activation
+    pre = linear(x, args.selector, args.selector_bias)
+    activated = activation(pre)
+    up = linear(x, args.up, args.up_bias) if gate is not None else None
+    hidden = activated if gate is None else activated * up
+
+    grad_hidden = grad_y @ args.down
+    if grad_l1 is not None:
+        grad_hidden = grad_hidden + hidden.sign() * (grad_l1 / max(x.shape[0], 1)).to(x.dtype)
+    if gate is None:
+        grad_gate_pre = None
+        grad_up = grad_hidden * activation.derivative(pre)
+    else:
+        grad_gate_pre = grad_hidden * up * activation.derivative(pre)
+        grad_up = grad_hidden * activated
+
+    grad_x = None
+    if needed.x:
+        grad_x = grad_up @ args.up
+        if gate is not None:
+            grad_x = grad_x + grad_gate_pre @ gate
+    gated = grad_gate_pre is not None
+    return (
+        grad_x,
+        grad_up.mT @ x if needed.up else None,
+        grad_y.mT @ hidden if needed.down else None,
+        grad_gate_pre.mT @ x if gated and needed.gate else None,
+        grad_up.sum(0) if needed.up_bias else None,
+        grad_y.sum(0) if needed.down_bias else None,
+        grad_gate_pre.sum(0) if gated and needed.gate_bias else None,
+    )
+
+
+def _hidden(args: FfnArgs) -> tuple[Tensor, Tensor]:
+    """(activation of the selector, what the down projection multiplies), both [M, H]."""
+    activated = args.activation(linear(args.x, args.selector, args.selector_bias))
+    if args.gate is None:
+        return activated, activated
+    return activated, activated * linear(args.x, args.up, args.up_bias)
+
+
+def _readable_down(down: Tensor) -> Tensor:
+    """`down`, copied row-major where a neuron-major one would be read element by element.
+
+    CPU matrix products of bf16 and fp16 do that: H 4096, D 1024, 8 tokens 106 ms against 3.2; the copy
+    takes 7.
+    """
+    slow = down.device.type == "cpu" and down.dtype in (torch.bfloat16, torch.float16)
+    return down.contiguous() if slow else down

@@ -1,0 +1,154 @@
+"""`SparseMLP`: the feed-forward block as a module with Hugging Face Llama's parameter names."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._checks import require_positive_int
+from .activations import Activation
+from .functional import FfnStats, ffn, ffn_with_stats
+from .plan import Plan
+
+_log = logging.getLogger("twell")
+
+
+class SparseMLP(nn.Module):
+    """A gated or plain feed-forward block that skips inactive neurons.
+
+    Parameters are named and shaped as in Hugging Face Llama: `gate_proj.weight` [H, D],
+    `up_proj.weight` [H, D], `down_proj.weight` [D, H] (and `.bias` where asked for), so state dicts go
+    both ways. Inside, `down_proj.weight` is stored neuron by neuron (its transpose is contiguous), which
+    is what sparse execution reads; a state dict always holds it as a stock contiguous tensor.
+
+    hidden_size, intermediate_size:  D and H.
+    gated:        act(gate) * up if True, act(up) if False.
+    activation:   "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+    bias:         biases on all projections; gate_bias, up_bias and down_bias override it one by one.
+    plan:         how to execute; None decides by itself.
+    record:       keep `last_stats` (L1, L0, firing counts) of every forward; may be changed any time.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        gated: bool = True,
+        activation: str | Activation = "relu",
+        bias: bool = False,
+        gate_bias: bool | None = None,
+        up_bias: bool | None = None,
+        down_bias: bool | None = None,
+        plan: Plan | None = None,
+        record: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_positive_int("hidden_size", hidden_size)
+        require_positive_int("intermediate_size", intermediate_size)
+
+        def projection(inputs: int, outputs: int, biased: bool | None) -> nn.Linear:
+            biased = bias if biased is None else biased
+            return nn.Linear(inputs, outputs, bias=biased, device=device, dtype=dtype)
+
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.activation = Activation.parse(activation)
+        self.plan = plan
+        self.record = record
+        self.last_stats: FfnStats | None = None
+        self.gate_proj = projection(hidden_size, intermediate_size, gate_bias) if gated else None
+        self.up_proj = projection(hidden_size, intermediate_size, up_bias)
+        self.down_proj = projection(intermediate_size, hidden_size, down_bias)
+        _store_neuron_major(self.down_proj)
+        self.register_load_state_dict_post_hook(_restore_layout)
+        self.register_state_dict_post_hook(_export_layout)
+
+    @property
+    def gated(self) -> bool:
+        return self.gate_proj is not None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        if not self._projections_are_plain():
+            return self._forward_through_modules(x)
+        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
+        operands = (x, up.weight, down.weight, gate.weight if self.gated else None)
+        options: dict[str, Any] = {
+            "activation": self.activation,
+            "up_bias": up.bias,
+            "down_bias": down.bias,
+            "gate_bias": gate.bias if self.gated else None,
+            "plan": self.plan,
+        }
+        if not self.record:
+            return ffn(*operands, **options)
+        y, self.last_stats = ffn_with_stats(*operands, **options)
+        return y
+
+    def _projections_are_plain(self) -> bool:
+        """False once a projection was wrapped, parametrised or hooked: its own forward must then run."""
+        return all(
+            projection is None
+            or (
+                type(projection) is nn.Linear
+                and not projection._forward_hooks
+                and not projection._forward_pre_hooks
+            )
+            for projection in (self.gate_proj, self.up_proj, self.down_proj)
+        )
+
+    def _forward_through_modules(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and not getattr(self, "_logged_modules", False):
+            self._logged_modules = True
+            _log.warning(
+                "twell: running dense: a projection of this SparseMLP is not a plain nn.Linear "
+                "(wrapped, parametrised or hooked), so its own forward is called"
+            )
+        up = self.up_proj(x)
+        activated = self.activation(self.gate_proj(x) if self.gated else up)
+        hidden = activated * up if self.gated else activated
+        if self.record:
+            tokens = max(x.numel() // x.shape[-1], 1)
+            firing = (activated.detach() != 0).flatten(0, -2).sum(dim=0)
+            l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32)) / tokens
+            self.last_stats = FfnStats(l1=l1, l0=firing.sum() / tokens, firing=firing)
+        return self.down_proj(hidden)
+
+    def extra_repr(self) -> str:
+        kind = "gated" if self.gated else "non-gated"
+        plan = "" if self.plan is None else f", plan={self.plan}"
+        return f"{kind}, activation={self.activation.spec}{plan}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The statistics may hang on an autograd graph, which neither copies nor pickles.
+        return {**super().__getstate__(), "last_stats": None}
+
+
+def _store_neuron_major(down: nn.Linear) -> None:
+    """Lay `down.weight` [D, H] out so that its transpose is contiguous; the shape stays."""
+    weight = down.weight
+    if not weight.mT.is_contiguous():
+        rows = weight.detach().mT.contiguous()
+        down.weight = nn.Parameter(rows.mT, requires_grad=weight.requires_grad)
+
+
+def _restore_layout(module: SparseMLP, incompatible_keys: Any) -> None:
+    # load_state_dict(assign=True) puts the stock tensor in the parameter's place.
+    if type(module.down_proj) is nn.Linear:
+        _store_neuron_major(module.down_proj)
+
+
+def _export_layout(
+    module: SparseMLP, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    key = f"{prefix}down_proj.weight"
+    weight = state.get(key)
+    # With keep_vars=True the caller wants the parameter object itself.
+    if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
+        state[key] = weight.contiguous()

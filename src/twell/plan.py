@@ -1,0 +1,101 @@
+"""Which path and backend run a block: explicit plans, the environment override, fallbacks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ._checks import reject, require_choice
+from .backends import PATHS, Backend, Site, candidates, get_backend, registry_version
+
+ENVIRONMENT_VARIABLE = "TWELL_PLAN"
+
+_log = logging.getLogger("twell")
+_logged: set[str] = set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a block is to be executed.
+
+    path:        "auto"   the backend decides from the activations it sees (the default);
+                 "dense"  stock PyTorch;
+                 "row"    per token, active neurons only;
+                 "block"  per block of tokens, the union of their active neurons.
+    block_rows:  tokens per block of the block path; 0 leaves it to the backend.
+    backend:     a registered backend by name; None takes the first that can run.
+    """
+
+    path: str = "auto"
+    block_rows: int = 0
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        require_choice("path", self.path, PATHS)
+        rows = self.block_rows
+        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
+            reject("block_rows", repr(rows), "an integer >= 0 (0: the backend's default)")
+        if self.backend is not None:
+            get_backend(self.backend)
+
+    @staticmethod
+    def parse(text: str) -> Plan:
+        """Read "block", "block,rows=16" or "row,backend=cpu", the form of TWELL_PLAN."""
+        path, *options = (part.strip() for part in text.split(","))
+        fields: dict[str, str | int] = {"path": path}
+        for option in options:
+            key, _, value = option.partition("=")
+            if key == "backend":
+                fields["backend"] = value
+            elif key == "rows" and value.isdecimal():
+                fields["block_rows"] = int(value)
+            else:
+                reject("plan", repr(text), "PATH[,rows=N][,backend=NAME]")
+        return Plan(**fields)
+
+
+def resolve(plan: Plan | None, site: Site) -> Plan:
+    """The plan that will run at `site`: a path and a backend that can run it.
+
+    The environment variable TWELL_PLAN wins over `plan`, and `plan` over "auto". Where the wanted
+    backend or path cannot run, the dense path does, and one log line per reason says so.
+    """
+    override = os.environ.get(ENVIRONMENT_VARIABLE)
+    wanted = Plan.parse(override) if override else (plan or _AUTO)
+    return _resolve(wanted, site, registry_version())
+
+
+@lru_cache(maxsize=1024)
+def _resolve(wanted: Plan, site: Site, registry: int) -> Plan:
+    if wanted.path == "dense" and wanted.backend is None:
+        return _DENSE
+    named = wanted.backend is not None
+    reasons = []
+    for backend in (get_backend(wanted.backend),) if named else candidates():
+        reason = backend.refuses(site, wanted.path)
+        if reason is not None:
+            reasons.append(f"backend {backend.name!r}: {reason}")
+        elif wanted.path == "auto" and not named and not _worth_trying(backend, site):
+            return _DENSE
+        else:
+            return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
+    _log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
+    return _DENSE
+
+
+_AUTO = Plan()
+_DENSE = Plan(path="dense", backend="dense")
+
+
+def _worth_trying(backend: Backend, site: Site) -> bool:
+    # Without a backward of its own a backend recomputes the activations densely in the backward:
+    # a sparse forward gains one or two products and loses as many.
+    return backend.worthwhile(site) and (backend.backward is not None or not site.training)
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _log.warning("twell: %s", message)
