@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -47,7 +46,16 @@ class Activation:
             return spec
         if not isinstance(spec, str):
             reject("activation", f"a {type(spec).__name__}", _ACCEPTED)
-        return _parse(spec)
+        if spec in ("relu", "relu2"):
+            return Activation(spec)
+        match = _FATRELU.fullmatch(spec.replace(" ", ""))
+        if match is None:
+            reject("activation", repr(spec), _ACCEPTED)
+        try:
+            threshold = float(match["threshold"])
+        except ValueError:
+            reject("activation", repr(spec), _ACCEPTED)
+        return Activation("fatrelu", threshold)
 
     @property
     def spec(self) -> str:
@@ -76,19 +84,6 @@ class Activation:
         if self.name == "relu2":
             return torch.where(inactive, 0.0, 2 * pre)
         return torch.where(inactive, 0.0, torch.ones_like(pre))
-
-
-@lru_cache(maxsize=256)
-def _parse(spec: str) -> Activation:
-    if spec in ("relu", "relu2"):
-        return Activation(spec)
-    match = _FATRELU.fullmatch(spec.replace(" ", ""))
-    if match:
-        try:
-            return Activation("fatrelu", float(match["threshold"]))
-        except ValueError:
-            pass
-    reject("activation", repr(spec), _ACCEPTED)
 
 
 def fatrelu(threshold: float) -> Activation:

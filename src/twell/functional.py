@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -109,21 +110,29 @@ def _dispatch(
     x, up, down, gate, *_ = tensors
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     path, block_rows, backend = _resolve_constant(
-        plan, x.device.type, x.dtype, up.shape[1], up.shape[0], gate is not None, training
+        None if plan is None else plan.spec,
+        x.device.type,
+        x.dtype,
+        # index() makes a compiler specialise on the weights' sizes; tokens stay dynamic.
+        index(up.shape[1]),
+        index(up.shape[0]),
+        gate is not None,
+        training,
     )
-    tokens = x.reshape(-1, x.shape[-1])
-    flat = (tokens, *tensors[1:])
+    flat = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), *tensors[1:])
     if path == "dense" and backend == "dense":
         output = dense_forward(FfnArgs(*flat, activation), record)
     else:
         y, l1, firing = ffn_op(*flat, activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
+    if x.dim() == 2:
+        return output
     return output._replace(y=output.y.reshape(*x.shape[:-1], down.shape[0]))
 
 
 @torch.compiler.assume_constant_result
 def _resolve_constant(
-    plan: Plan | None,
+    plan: str | None,
     device_type: str,
     dtype: torch.dtype,
     hidden: int,
@@ -131,7 +140,10 @@ def _resolve_constant(
     gated: bool,
     training: bool,
 ) -> tuple[str, int, str]:
-    """`resolve` as three constants: under torch.compile it runs, and logs, once per trace."""
+    """`resolve` on and to plain constants: under torch.compile it runs, and logs, once per trace.
+
+    The plan comes as its `spec`: a `Plan` that traced code builds has no fields yet at this point.
+    """
     site = Site(
         device_type=device_type,
         dtype=dtype,
@@ -140,7 +152,7 @@ def _resolve_constant(
         gated=gated,
         training=training,
     )
-    resolved = resolve(plan, site)
+    resolved = resolve(None if plan is None else Plan.parse(plan), site)
     return resolved.path, resolved.block_rows, resolved.backend
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 
 from ._checks import reject, require_choice
 from .backends import PATHS, Backend, Site, candidates, get_backend, registry_version
@@ -40,7 +41,16 @@ class Plan:
         if self.backend is not None:
             get_backend(self.backend)
 
+    @property
+    def spec(self) -> str:
+        """The string that `parse` reads back: "block,rows=16,backend=cpu"."""
+        block_rows = index(self.block_rows)  # a constant for compilers, too
+        rows = f",rows={block_rows}" if block_rows else ""
+        backend = f",backend={self.backend}" if self.backend is not None else ""
+        return f"{self.path}{rows}{backend}"
+
     @staticmethod
+    @lru_cache(maxsize=256)
     def parse(text: str) -> Plan:
         """Read "block", "block,rows=16" or "row,backend=cpu", the form of TWELL_PLAN."""
         path, *options = (part.strip() for part in text.split(","))

@@ -1,0 +1,126 @@
+"""Where a figure was measured: the machine, the versions and the commit."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from .._version import __version__
+from ._device import checked_device
+
+_GIT_TIMEOUT_SECONDS = 20
+
+
+def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float | None]:
+    """The machine in JSON-ready words; with a CUDA device also the GPU. Unknown entries are None."""
+    where = checked_device(device)
+    machine: dict[str, str | int | float | None] = {
+        "device": where.type,
+        "cpu": _cpu_name(),
+        "logical_cores": _usable_cores(),
+        "torch_threads": torch.get_num_threads(),
+        "memory_gib": _memory_gib(),
+    }
+    if where.type == "cuda":
+        gpu = torch.cuda.get_device_properties(where)
+        machine |= {
+            "gpu": gpu.name,
+            "sm_count": gpu.multi_processor_count,
+            "gpu_memory_gib": round(gpu.total_memory / 2**30, 1),
+            "l2_mib": round(gpu.L2_cache_size / 2**20, 1),
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "driver": _nvidia_driver(),
+        }
+    return machine
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what computes: Python, torch, triton (None if absent), twell; and the platform."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "triton": _installed_version("triton") or _installed_version("pytorch-triton"),
+        "twell": __version__,
+        "platform": platform.platform(),
+    }
+
+
+def commit(path: str | os.PathLike[str] | None = None) -> str:
+    """Short hash of the commit checked out in the repository that holds `path`; never raises.
+
+    `path` defaults to the current working directory. "+dirty" is added when tracked files are modified;
+    without git, a repository or a commit the answer is "unknown".
+    """
+    try:
+        place = Path.cwd() if path is None else Path(path).absolute()
+        folder = place if place.is_dir() else place.parent
+        head = _git(folder, "rev-parse", "--short", "HEAD")
+        changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return "unknown"
+    return f"{head}+dirty" if changes else head
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    """The output of a git command about the repository around `folder`, whatever GIT_DIR says."""
+    ignored = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+    finished = subprocess.run(
+        ["git", "--no-optional-locks", "-C", str(folder), *arguments],
+        env={name: value for name, value in os.environ.items() if name not in ignored},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_GIT_TIMEOUT_SECONDS,
+    )
+    return finished.stdout.strip()
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def _usable_cores() -> int | None:
+    """Logical cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _nvidia_driver() -> str | None:
+    """The driver's version, from its management library."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        if library.nvmlInit_v2() != 0:
+            return None
+        version = ctypes.create_string_buffer(96)
+        failed = library.nvmlSystemGetDriverVersion(version, ctypes.c_uint(len(version)))
+        library.nvmlShutdown()
+    except (OSError, AttributeError):
+        return None
+    return None if failed else version.value.decode()
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

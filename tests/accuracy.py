@@ -1,0 +1,32 @@
+"""How exact is exact: an error of at most twice that of stock PyTorch in the same dtype."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from twell import reference
+from twell.activations import Activation
+
+
+def stock_dense(x, up, down, gate=None, *, activation="relu", up_bias=None, down_bias=None, gate_bias=None):
+    """The block as a user writes it with torch.nn.functional, in the dtype of its operands."""
+    linear = torch.nn.functional.linear
+    act = Activation.parse(activation)
+    hidden_up = linear(x, up, up_bias)
+    hidden = act(hidden_up) if gate is None else act(linear(x, gate, gate_bias)) * hidden_up
+    return linear(hidden, down, down_bias)
+
+
+def assert_accurate(result: Tensor, exact: Tensor, stock: Tensor, name: str = "output") -> None:
+    """||result - exact|| at most 2 ||stock - exact||, plus one rounding of the result's dtype.
+
+    In float64 stock PyTorch *is* the oracle (error 0), so another order of summation gets 8 roundings.
+    """
+    assert result.shape == exact.shape, f"{name}: shape {tuple(result.shape)}, expected {tuple(exact.shape)}"
+    assert result.dtype == stock.dtype, f"{name}: dtype {result.dtype}, expected {stock.dtype}"
+    roundings = 8 if result.dtype == torch.float64 else 1
+    floor = roundings * torch.finfo(result.dtype).eps / 2
+    error = reference.relative_error(result, exact)
+    bound = 2 * reference.relative_error(stock, exact) + floor
+    assert error <= bound, f"{name}: relative error {error:.2e} over the bound {bound:.2e}"

@@ -1,0 +1,221 @@
+"""`twell.ffn`: leading shapes, strides, autocast, gradients, torch.compile, opcheck, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import twell
+from twell import Plan, ffn, ffn_with_stats, reference
+from twell.synthetic import make_ffn
+
+from .accuracy import assert_accurate, stock_dense
+
+PLANS = [None, Plan(path="dense"), Plan(path="row"), Plan(path="block", block_rows=4)]
+SPARSE_PLANS = PLANS[2:]
+plan_ids = {"ids": lambda plan: "auto" if plan is None else plan.path}
+
+
+def operands(tokens=6, hidden=16, neurons=32, nnz=6, **options):
+    return make_ffn(tokens, hidden, neurons, nnz, **options).operands()
+
+
+@pytest.mark.parametrize("plan", PLANS, **plan_ids)
+@pytest.mark.parametrize("leading", [(), (1,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+def test_any_leading_shape(plan, leading):
+    _, up, down, gate = operands()
+    x = torch.randn(*leading, 16)
+    y = ffn(x, up, down, gate, plan=plan)
+    assert y.shape == x.shape
+    assert_accurate(
+        y, reference.ffn(x, up, down, gate, dtype=torch.float64).y, stock_dense(x, up, down, gate)
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS, **plan_ids)
+def test_non_contiguous_operands(plan):
+    x, up, down, gate = operands(tokens=12)
+    strided = (
+        x.repeat_interleave(2, dim=1)[:, ::2],
+        up.mT.contiguous().mT,
+        down.repeat(1, 2)[:, :32],
+        gate.flip(0).clone().flip(0)[:, :],
+    )
+    assert torch.allclose(ffn(*strided, plan=plan), ffn(x, up, down, gate), rtol=1e-5, atol=1e-6)
+    three = x.view(3, 4, 16).transpose(0, 1)
+    assert torch.allclose(
+        ffn(three, up, down, gate, plan=plan),
+        ffn(x, up, down, gate).view(3, 4, 16).transpose(0, 1),
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS, **plan_ids)
+def test_down_may_change_the_width(plan):
+    x, up, _down, gate = operands()
+    wide = torch.randn(24, 32)
+    assert_accurate(
+        ffn(x, up, wide, gate, plan=plan),
+        reference.ffn(x, up, wide, gate, dtype=torch.float64).y,
+        stock_dense(x, up, wide, gate),
+    )
+
+
+@pytest.mark.parametrize("plan", PLANS, **plan_ids)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(plan, dtype):
+    x, up, down, gate = (t.requires_grad_() for t in operands(tokens=20))
+    with torch.autocast("cpu", dtype=dtype):
+        y = ffn(x, up, down, gate, plan=plan)
+        stock = stock_dense(x, up, down, gate)
+    assert_accurate(y, reference.ffn(x, up, down, gate, dtype=torch.float64).y, stock)
+    y.float().sum().backward()
+    assert x.grad.dtype == up.grad.dtype == torch.float32
+
+
+class TestGradients:
+    @pytest.mark.parametrize("plan", SPARSE_PLANS, **plan_ids)
+    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.3)"])
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_gradcheck(self, plan, activation, gated):
+        x, up, down, gate = operands(tokens=3, hidden=8, neurons=16, gated=gated, dtype=torch.float64)
+        biases = [torch.randn(16).double(), torch.randn(8).double(), torch.randn(16).double()]
+        tensors = [x, up, down, *([gate] if gated else []), *(biases if gated else biases[:2])]
+        tensors = [t.clone().requires_grad_() for t in tensors]
+
+        def run(x, up, down, *rest):
+            gate, rest = (rest[0], rest[1:]) if gated else (None, rest)
+            names = ("up_bias", "down_bias", "gate_bias")[: len(rest)]
+            y, stats = ffn_with_stats(
+                x, up, down, gate, activation=activation, plan=plan, **dict(zip(names, rest, strict=True))
+            )
+            return y, stats.l1
+
+        assert torch.autograd.gradcheck(run, tensors)
+
+    @pytest.mark.parametrize("plan", PLANS, **plan_ids)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_every_named_gradient(self, plan, dtype):
+        names = ("x", "up", "down", "gate")
+        base = operands(tokens=40, hidden=32, neurons=64, nnz=10, dtype=dtype)
+        seed = torch.randn(40, 32).to(dtype)
+
+        def gradients(function, tensors):
+            tensors = [t.clone().requires_grad_() for t in tensors]
+            y = function(*tensors)
+            return torch.autograd.grad(y, tensors, seed.to(y.dtype))
+
+        ours = gradients(lambda *t: ffn(*t, plan=plan), base)
+        stock = gradients(stock_dense, base)
+        exact = gradients(lambda *t: reference.ffn(*t, dtype=torch.float64).y, [t.double() for t in base])
+        for name, mine, theirs, true in zip(names, ours, stock, exact, strict=True):
+            assert_accurate(mine, true, theirs, name)
+
+    @pytest.mark.parametrize("frozen", ["x", "up", "down", "gate"])
+    def test_frozen_operands_get_no_gradient(self, frozen):
+        tensors = dict(zip(("x", "up", "down", "gate"), operands(), strict=True))
+        for name, tensor in tensors.items():
+            tensor.requires_grad_(name != frozen)
+        ffn(**tensors, plan=Plan(path="row")).sum().backward()  # sum: a zero-stride gradient
+        for name, tensor in tensors.items():
+            assert (tensor.grad is None) == (name == frozen)
+
+    def test_l1_gradient_matches_the_oracle(self):
+        tensors = [t.requires_grad_() for t in operands(dtype=torch.float64)]
+        _, stats = ffn_with_stats(*tensors, plan=Plan(path="block"))
+        ours = torch.autograd.grad(stats.l1, tensors[:2] + tensors[3:])
+        exact = torch.autograd.grad(
+            reference.ffn(*tensors, dtype=torch.float64).l1, tensors[:2] + tensors[3:]
+        )
+        for mine, true in zip(ours, exact, strict=True):
+            torch.testing.assert_close(mine, true)
+
+
+class TestRegisteredOp:
+    @pytest.mark.parametrize("path", ["auto", "row", "block", "dense"])
+    @pytest.mark.parametrize("record", [False, True])
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_opcheck(self, path, record, trained):
+        tensors = [t.requires_grad_(trained) for t in operands()]
+        biases = [torch.randn(32), torch.randn(16), torch.randn(32)]
+        arguments = (*tensors, *biases, "fatrelu(0.1)", path, 0, "cpu", record)
+        torch.library.opcheck(torch.ops.twell.ffn.default, arguments)
+
+    def test_opcheck_non_gated(self):
+        x, up, down, _ = operands(gated=False)
+        arguments = (x, up, down, None, None, None, None, "relu", "row", 0, "cpu", True)
+        torch.library.opcheck(torch.ops.twell.ffn.default, arguments)
+
+
+class TestCompile:
+    @pytest.mark.parametrize("plan", PLANS, **plan_ids)
+    @pytest.mark.parametrize("trained", [False, True])
+    def test_full_graph(self, plan, trained):
+        tensors = [t.requires_grad_(trained) for t in operands()]
+        compiled = torch.compile(
+            lambda *t: ffn_with_stats(*t, plan=plan), fullgraph=True, backend="aot_eager"
+        )
+        y, stats = compiled(*tensors)
+        torch.testing.assert_close(y, ffn(*tensors, plan=plan))
+        assert stats.firing.sum() == ffn_with_stats(*tensors, plan=plan)[1].firing.sum()
+        if trained:
+            mine = torch.autograd.grad(y.sum() + stats.l1, tensors)
+            eager_y, eager = ffn_with_stats(*tensors, plan=plan)
+            torch.testing.assert_close(mine, torch.autograd.grad(eager_y.sum() + eager.l1, tensors))
+
+    def test_inductor_with_dynamic_tokens(self):
+        _, up, down, gate = operands()
+        compiled = torch.compile(
+            lambda x: ffn(x * 2, up, down, gate, plan=Plan(path="row")) + 1, fullgraph=True, dynamic=True
+        )
+        for tokens in (5, 9, 2):
+            x = torch.randn(tokens, 16)
+            torch.testing.assert_close(compiled(x), stock_dense(x * 2, up, down, gate) + 1)
+
+    def test_fallback_is_logged_while_tracing(self, caplog):
+        tensors = operands(dtype=torch.float64)  # a site no other test resolves with this plan
+        twell.register_backend(
+            twell.Backend(
+                name="refuses", paths=frozenset({"row"}), refusal=lambda site: "testing", forward=None
+            )
+        )
+        try:
+            compiled = torch.compile(
+                lambda *t: ffn(*t, plan=Plan(path="row", backend="refuses")), fullgraph=True, backend="eager"
+            )
+            torch.testing.assert_close(compiled(*tensors), stock_dense(*tensors))
+        finally:
+            twell.unregister_backend("refuses")
+        assert "backend 'refuses': testing" in caplog.text
+
+
+def _bad(**changes):
+    x, up, down, gate = operands()
+    return {"x": x, "up": up, "down": down, "gate": gate, **changes}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (_bad(x=[1.0]), r"x: got a list; accepted: a floating-point torch.Tensor"),
+        (_bad(x=torch.ones(3, 16, dtype=torch.int64)), r"x: got dtype torch.int64; accepted: torch.float32"),
+        (_bad(x=torch.tensor(1.0)), r"x: got a 0-D tensor"),
+        (_bad(up=None), r"up: got a NoneType"),
+        (_bad(up=torch.randn(32, 15)), r"up: got shape \(32, 15\); accepted: \[H, D\] = \(any, 16\)"),
+        (_bad(down=torch.randn(16, 31)), r"down: got shape \(16, 31\); accepted: \[D, H\] = \(any, 32\)"),
+        (_bad(down=torch.randn(16)), r"down: got shape \(16,\)"),
+        (_bad(gate=torch.randn(31, 16)), r"gate: got shape \(31, 16\); accepted: \[H, D\] = \(32, 16\)"),
+        (_bad(up_bias=torch.randn(31)), r"up_bias: got shape \(31,\); accepted: \[H\] = \(32\)"),
+        (_bad(gate_bias=torch.randn(1, 32)), r"gate_bias: got shape \(1, 32\)"),
+        (_bad(down_bias=torch.randn(32)), r"down_bias: got shape \(32,\); accepted: \[D\] = \(16\)"),
+        (_bad(gate=None, gate_bias=torch.randn(32)), r"gate_bias: got a tensor without a gate"),
+        (_bad(gate=torch.randn(32, 16).double()), r"gate: got dtype torch.float64; accepted: torch.float32"),
+        (_bad(down=torch.randn(16, 32, device="meta")), r"down: got device meta; accepted: cpu"),
+        (_bad(activation="silu"), r"activation: got 'silu'; accepted: 'relu' \| 'relu2'"),
+        (_bad(activation="fatrelu(-1)"), r"activation"),
+        (_bad(plan="row"), r"plan: got a str; accepted: a twell.Plan"),
+    ],
+)
+def test_bad_input_names_argument_value_and_accepted(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ffn(**arguments)

@@ -1,0 +1,181 @@
+"""`SparseMLP` against Hugging Face's LlamaMLP, and how its memory layout stays inside."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+from twell import Plan, SparseMLP, reference
+
+PLANS = [None, Plan(path="row"), Plan(path="block"), Plan(path="dense")]
+
+
+def llama_mlp(bias: bool = False) -> LlamaMLP:
+    config = LlamaConfig(hidden_size=32, intermediate_size=96, hidden_act="relu", mlp_bias=bias)
+    return LlamaMLP(config)
+
+
+def neuron_major(mlp: SparseMLP) -> bool:
+    return mlp.down_proj.weight.shape == (32, 96) and mlp.down_proj.weight.mT.is_contiguous()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_goes_both_ways(bias, assign):
+    stock, ours = llama_mlp(bias), SparseMLP(32, 96, bias=bias)
+    ours.load_state_dict(stock.state_dict(), assign=assign)
+    assert neuron_major(ours)
+    back = llama_mlp(bias)
+    back.load_state_dict(ours.state_dict(), assign=assign)
+    x = torch.randn(2, 5, 32)
+    for plan in PLANS:
+        ours.plan = plan
+        torch.testing.assert_close(ours(x), stock(x))
+    assert torch.equal(back(x), stock(x))
+    for key, tensor in stock.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], tensor)
+
+
+def test_layout_never_leaks_into_a_state_dict_or_file(tmp_path):
+    model = nn.Sequential(SparseMLP(32, 96), SparseMLP(32, 96))
+    state = model.state_dict()
+    assert all(tensor.is_contiguous() for tensor in state.values())
+    save_file(state, tmp_path / "model.safetensors")  # refuses non-contiguous tensors
+    read = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(read["1.down_proj.weight"], model[1].down_proj.weight)
+    assert set(state) == {f"{i}.{name}_proj.weight" for i in (0, 1) for name in ("gate", "up", "down")}
+
+
+def test_keep_vars_gives_the_parameters_themselves():
+    mlp = SparseMLP(32, 96)
+    assert mlp.state_dict(keep_vars=True)["down_proj.weight"] is mlp.down_proj.weight
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda mlp: mlp.to(torch.bfloat16),
+        lambda mlp: mlp.double().float(),
+        copy.deepcopy,
+        lambda mlp: pickle.loads(pickle.dumps(mlp)),
+        lambda mlp: mlp.to("meta").to_empty(device="cpu"),
+    ],
+    ids=["bf16", "double", "deepcopy", "pickle", "to_empty"],
+)
+def test_layout_survives(move):
+    assert neuron_major(move(SparseMLP(32, 96)))
+
+
+def test_an_optimiser_step_keeps_layout_and_reduces_loss():
+    mlp = SparseMLP(32, 96, bias=True, record=True)
+    optimiser = torch.optim.AdamW(mlp.parameters(), lr=1e-2)
+    x, target = torch.randn(64, 32), torch.randn(64, 32)
+    losses = []
+    for _ in range(20):
+        loss = (mlp(x) - target).square().mean() + 1e-3 * mlp.last_stats.l1
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    assert neuron_major(mlp)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
+def test_recorded_statistics_match_the_oracle(gated, plan):
+    mlp = SparseMLP(32, 96, gated=gated, activation="relu2", up_bias=True, record=True, plan=plan)
+    x = torch.randn(3, 7, 32)
+    mlp(x)
+    gate = mlp.gate_proj.weight if gated else None
+    exact = reference.ffn(
+        x, mlp.up_proj.weight, mlp.down_proj.weight, gate, activation="relu2", up_bias=mlp.up_proj.bias
+    )
+    assert torch.equal(mlp.last_stats.firing, exact.firing)
+    torch.testing.assert_close(mlp.last_stats.l0, exact.l0)
+    torch.testing.assert_close(mlp.last_stats.l1, exact.l1)
+
+
+def test_nothing_is_recorded_unless_asked():
+    mlp = SparseMLP(32, 96)
+    mlp(torch.randn(2, 32))
+    assert mlp.last_stats is None
+
+
+def test_a_copy_does_not_carry_the_graph():
+    mlp = SparseMLP(32, 96, record=True)
+    mlp(torch.randn(2, 32))
+    assert mlp.last_stats.l1.requires_grad
+    assert copy.deepcopy(mlp).last_stats is None
+
+
+class _Doubled(nn.Module):
+    """A wrapper that changes a projection, as adapters do."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+class TestProjectionsThatAreNotPlain:
+    """Their own forward must run: reading `.weight` would silently drop what they add."""
+
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_wrapped(self, gated, caplog):
+        mlp = SparseMLP(32, 96, gated=gated, record=True, plan=Plan(path="row"))
+        x = torch.randn(4, 32)
+        plain = mlp(x)
+        stats = mlp.last_stats
+        mlp.down_proj = _Doubled(mlp.down_proj)
+        torch.testing.assert_close(mlp(x), 2 * plain)
+        torch.testing.assert_close(mlp.last_stats.l1, stats.l1)
+        assert torch.equal(mlp.last_stats.firing, stats.firing)
+        assert "not a plain nn.Linear" in caplog.text
+
+    def test_hooked(self):
+        mlp = SparseMLP(32, 96)
+        seen = []
+        mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
+        mlp(torch.randn(4, 32))
+        assert seen == [(4, 96)]
+
+    def test_parametrised(self):
+        mlp = SparseMLP(32, 96)
+        x = torch.randn(4, 32)
+        plain = mlp(x)
+        nn.utils.parametrizations.weight_norm(mlp.up_proj)
+        torch.testing.assert_close(mlp(x), plain)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("record", [False, True])
+def test_compiles_without_graph_break(plan, record):
+    mlp = SparseMLP(32, 96, plan=plan, record=record)
+    compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 5, 32)
+    torch.testing.assert_close(compiled(x), mlp(x))
+    compiled(x).sum().backward()
+    assert mlp.down_proj.weight.grad.abs().sum() > 0
+
+
+def test_repr_says_what_it_is():
+    text = repr(SparseMLP(32, 96, gated=False, activation="fatrelu(0.5)", plan=Plan(path="row")))
+    assert "non-gated" in text
+    assert "fatrelu(0.5)" in text
+    assert "path='row'" in text
+
+
+@pytest.mark.parametrize("sizes", [(0, 96), (32, -1), (32.0, 96)])
+def test_bad_sizes(sizes):
+    with pytest.raises(ValueError, match="accepted: an integer >= 1"):
+        SparseMLP(*sizes)

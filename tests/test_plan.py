@@ -1,0 +1,139 @@
+"""Plans, the environment override, the backend registry and its fallbacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import twell
+from twell import Backend, Plan, Site, ffn
+from twell.kernels.dense import dense_backward, dense_forward
+from twell.plan import resolve
+from twell.synthetic import make_ffn
+
+from .accuracy import stock_dense
+
+BIG = {"dtype": torch.float32, "hidden": 1024, "neurons": 4096, "gated": True}
+
+
+def site(device_type="cpu", training=False, **changes) -> Site:
+    return Site(device_type=device_type, training=training, **{**BIG, **changes})
+
+
+@pytest.fixture
+def register():
+    """Register backends for one test."""
+    names: list[str] = []
+
+    def add(name: str, **options) -> None:
+        defaults = {
+            "paths": frozenset({"auto", "row", "block"}),
+            "refusal": lambda site: None,
+            "forward": lambda args, path, rows, record: dense_forward(args, record),
+        }
+        twell.register_backend(Backend(name=name, **{**defaults, **options}))
+        names.append(name)
+
+    yield add
+    for name in names:
+        twell.unregister_backend(name)
+
+
+@pytest.mark.parametrize(
+    ("text", "plan"),
+    [
+        ("dense", Plan(path="dense")),
+        ("block,rows=16", Plan(path="block", block_rows=16)),
+        ("row, backend=cpu", Plan(path="row", backend="cpu")),
+    ],
+)
+def test_parse(text, plan):
+    assert Plan.parse(text) == plan
+    assert Plan.parse(plan.spec) == plan
+
+
+@pytest.mark.parametrize("text", ["", "fast", "row,rows=x", "row,speed=9", "row,backend=gone"])
+def test_parse_rejects(text):
+    with pytest.raises(ValueError, match="accepted"):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "sparse"}, r"path: got 'sparse'; accepted: 'auto' \| 'dense'"),
+        ({"block_rows": -1}, r"block_rows: got -1; accepted: an integer >= 0"),
+        ({"block_rows": True}, "block_rows"),
+        ({"backend": "gone"}, r"backend: got 'gone'; accepted: 'dense' \| 'cpu'"),
+    ],
+)
+def test_a_plan_is_validated(options, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(**options)
+
+
+def test_auto_takes_the_cpu_backend_for_inference_and_dense_for_training():
+    assert resolve(None, site()) == Plan(path="auto", backend="cpu")
+    assert resolve(None, site(training=True)) == Plan(path="dense", backend="dense")
+
+
+def test_auto_leaves_tiny_blocks_dense_and_a_named_backend_does_not():
+    tiny = site(hidden=64, neurons=256)
+    assert resolve(None, tiny).path == "dense"
+    assert resolve(Plan(backend="cpu"), tiny) == Plan(path="auto", backend="cpu")
+
+
+def test_environment_overrides_the_plan(monkeypatch):
+    monkeypatch.setenv("TWELL_PLAN", "block,rows=32")
+    assert resolve(Plan(path="row"), site()) == Plan(path="block", block_rows=32, backend="cpu")
+    monkeypatch.setenv("TWELL_PLAN", "nonsense")
+    with pytest.raises(ValueError, match="path: got 'nonsense'"):
+        resolve(None, site())
+
+
+def test_a_fallback_is_logged_once(caplog, register):
+    register("picky", refusal=lambda site: "it is Tuesday")
+    for hidden in (8, 16):
+        wanted = Plan(path="row", backend="picky")
+        assert resolve(wanted, site(hidden=hidden)) == Plan(path="dense", backend="dense")
+    lines = [record.message for record in caplog.records if "picky" in record.message]
+    assert lines == ["twell: running dense instead of 'row': backend 'picky': it is Tuesday"]
+
+
+def test_a_device_without_backend_falls_back_with_the_reason(caplog):
+    assert resolve(None, site(device_type="xla")).path == "dense"
+    assert "the tensors are on 'xla', not on the CPU" in caplog.text
+
+
+def test_a_path_that_the_backend_lacks_falls_back(caplog, register):
+    register("rows-only", paths=frozenset({"row"}))
+    assert resolve(Plan(path="block", backend="rows-only"), site()).path == "dense"
+    assert "it has no 'block' path" in caplog.text
+
+
+def test_later_backends_win_and_their_forward_and_backward_run(register):
+    calls: list[str] = []
+
+    def forward(args, path, rows, record):
+        calls.append(f"forward {path} {rows}")
+        return dense_forward(args, record)
+
+    def backward(args, grad_y, grad_l1, needed):
+        calls.append("backward")
+        return dense_backward(args, grad_y, grad_l1, needed)
+
+    register("newer", forward=forward, backward=backward)
+    x, up, down, gate = (t.requires_grad_() for t in make_ffn(3, 16, 32, 5).operands())
+    y = ffn(x, up, down, gate)  # auto, although training: this backend has its own backward
+    torch.testing.assert_close(y, stock_dense(x, up, down, gate))
+    y.sum().backward()
+    assert calls == ["forward auto 0", "backward"]
+
+
+def test_registry_rejects_duplicates_and_unknown_paths(register):
+    with pytest.raises(ValueError, match=r"backend.name: got 'cpu'"):
+        register("cpu")
+    with pytest.raises(ValueError, match=r"backend.paths: got \['diagonal'\]"):
+        register("odd", paths=frozenset({"diagonal"}))
+    with pytest.raises(ValueError, match="backend: got 'never'"):
+        twell.unregister_backend("never")
