@@ -187,7 +187,9 @@ def test_differentiable_in_every_operand(gated):
 @pytest.mark.parametrize("biased", [False, True])
 def test_equals_the_stock_llama_mlp(biased):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama", reason="needs transformers")
-    config = llama.LlamaConfig(hidden_size=24, intermediate_size=56, hidden_act="relu", mlp_bias=biased)
+    config = llama.LlamaConfig(
+        hidden_size=24, intermediate_size=56, num_attention_heads=4, hidden_act="relu", mlp_bias=biased
+    )
     torch.manual_seed(0)
     mlp = llama.LlamaMLP(config).double()
     x = torch.randn(2, 7, 24, dtype=torch.float64)

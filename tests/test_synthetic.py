@@ -82,7 +82,7 @@ def test_rates_sum_to_nnz_and_stay_probabilities(neurons, nnz):
     rates = firing_rates(neurons, nnz, dead=0.0, generator=seeded(0))
     assert (rates.dtype, tuple(rates.shape)) == (torch.float64, (neurons,))
     assert rates.sum().item() == pytest.approx(nnz, rel=1e-9)
-    assert 0 <= rates.min()
+    assert rates.min() >= 0
     assert rates.max() <= 0.5
 
 

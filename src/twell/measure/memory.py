@@ -39,7 +39,7 @@ def _peak_cuda(fn: Callable[[], object], device: torch.device) -> int:
 
 
 def _peak_cpu(fn: Callable[[], object]) -> int:
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with _stderr_silenced():
         profiler.start()
     try:
@@ -74,12 +74,15 @@ def _stderr_silenced() -> Iterator[None]:
 
 
 class _Saved:
-    """A tensor that autograd saved; lives as long as the graph node that saved it."""
+    """A tensor that autograd saved; lives as long as the graph node that saved it.
+
+    Detached: an output that carried its own node here would keep that node alive for ever.
+    """
 
     __slots__ = ("__weakref__", "tensor")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor.detach()
 
 
 def saved_bytes(fn: Callable[[], object], *, exclude: Iterable[Tensor] = ()) -> int:
@@ -117,7 +120,6 @@ def _storages(tensor: Tensor) -> list[tuple[tuple[torch.device, int], int]]:
 
 def _parts(tensor: Tensor) -> list[Tensor]:
     """The strided tensors that `tensor` consists of."""
-    tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import re
@@ -29,7 +28,6 @@ POSITIVE_UNITS = frozenset({"s", "ms", "us", "ns", "bytes", "KiB", "MiB", "GiB"}
 _WORD = r"[a-z0-9]+(?:[_.-][a-z0-9]+)*"
 _WHAT = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _NONE = type(None)
-_log = logging.getLogger("twell")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +172,7 @@ def make_record(
 def write_records(path: str | os.PathLike[str], records: Iterable[Record], *, append: bool = False) -> None:
     """Write `records` as JSON Lines, all or nothing: a failure leaves the old file as it was.
 
-    append:  keep the existing valid lines before the new ones; an invalid line is dropped and logged.
+    append:  keep the existing lines before the new ones; an invalid one raises and nothing is written.
     One writer at a time: of two that append together, the later one wins.
     """
     path = Path(path)
@@ -182,8 +180,8 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Record], *, ap
     for record in new:
         if not isinstance(record, Record):
             reject("records", f"a {type(record).__name__}", "Record objects")
-    kept = _valid_lines(path) if append and path.exists() else []
-    lines = [*kept, *(record.to_json().encode() for record in new)]
+    kept = read_records(path) if append and path.exists() else []
+    lines = [record.to_json().encode() for record in (*kept, *new)]
 
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -210,18 +208,6 @@ def read_records(path: str | os.PathLike[str]) -> list[Record]:
     return records
 
 
-def _valid_lines(path: Path) -> list[bytes]:
-    valid = []
-    for number, line in _numbered_lines(path):
-        try:
-            Record.from_json(line.decode())
-        except ValueError as error:
-            _log.warning("%s, line %d: dropped, not a valid record: %s", path, number, error)
-        else:
-            valid.append(line)
-    return valid
-
-
 def _numbered_lines(path: Path) -> list[tuple[int, bytes]]:
     """The lines that are not blank, counted from 1."""
     lines = path.read_bytes().split(b"\n")
@@ -233,9 +219,10 @@ def _central(measured: Timing | float | None) -> float | None:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    )
+    """A finite int or float, no bool."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def _measured(field: str, value: Any, unit: str) -> float:
@@ -260,7 +247,7 @@ def _checked_entries(field: str, entries: Any, kinds: tuple[type, ...]) -> dict[
     for key, value in entries.items():
         if not isinstance(key, str):
             reject(f"{field} key", repr(key), "a string")
-        if type(value) not in kinds or (isinstance(value, float) and not math.isfinite(value)):
+        if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
             reject(f"{field}[{key!r}]", repr(value), f"{accepted} (numbers finite)")
     return dict(entries)
 

@@ -1,0 +1,105 @@
+"""Dense against sparse feed-forward on the CPU; writes benchmarks/results/ffn_cpu.jsonl.
+
+D 1024, H 4096, skewed synthetic gates. For every case stock eager PyTorch, `twell.ffn` (automatic plan)
+and, at 1% active, the explicit paths and torch.compile'd dense run interleaved, and every output is
+compared with the float64 oracle in the same run. Few-token cases rotate among enough blocks that the
+weights are never in the cache. Run it on an idle machine:
+
+    python benchmarks/ffn_cpu.py [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from twell import Plan
+from twell.measure import Record, make_record, write_records
+from twell.measure.ffn import BASELINE, COMPILED, FfnCase, FfnComparison, compare_ffn
+
+RESULTS = Path(__file__).parent / "results" / "ffn_cpu.jsonl"
+HIDDEN, NEURONS = 1024, 4096
+HEADLINE_DENSITY = 0.01
+TOKENS = {
+    torch.float32: (1, 8, 64, 2048),
+    torch.bfloat16: (1, 8, 64, 512),
+    torch.float16: (1, 8, 64, 512),
+}
+DENSITIES = {
+    torch.float32: (0.003, 0.01, 0.03, 0.1, 0.3, 1.0),
+    torch.bfloat16: (0.01, 0.1, 0.3, 1.0),
+    torch.float16: (0.01, 0.1, 0.3, 1.0),
+}
+WHAT = {"auto": "ffn_cpu/auto", "row": "ffn_cpu/row", "block": "ffn_cpu/block", COMPILED: "ffn_cpu/compiled"}
+
+
+def cases() -> Iterator[tuple[FfnCase, bool]]:
+    """Every case, and whether it is one of the headline (all paths, compiled dense)."""
+    for dtype, densities in DENSITIES.items():
+        for tokens in TOKENS[dtype]:
+            for density in densities:
+                case = FfnCase(
+                    tokens=tokens, hidden=HIDDEN, neurons=NEURONS, nnz=density * NEURONS, dtype=dtype
+                )
+                yield case, dtype == torch.float32 and density == HEADLINE_DENSITY
+    for tokens in TOKENS[torch.float32]:
+        nnz = HEADLINE_DENSITY * NEURONS
+        yield FfnCase(tokens=tokens, hidden=HIDDEN, neurons=NEURONS, nnz=nnz, gated=False), True
+
+
+def measure(case: FfnCase, headline: bool, repetitions: int) -> FfnComparison:
+    plans: dict[str, Plan | None] = {"auto": None}
+    if headline:
+        plans |= {"row": Plan(path="row"), "block": Plan(path="block")}
+    return compare_ffn(case, plans, compiled=headline, repetitions=repetitions)
+
+
+def records(comparison: FfnComparison) -> Iterator[Record]:
+    case = comparison.case
+    for variant, timing in comparison.timings.items():
+        if variant != BASELINE:
+            yield make_record(
+                WHAT[variant],
+                timing,
+                unit="s",
+                baseline=BASELINE,
+                baseline_timing=comparison.timings[BASELINE],
+                shape=case.shape(),
+                sparsity={"nnz": comparison.nnz, "density": comparison.nnz / case.neurons},
+                error=comparison.errors[variant],
+                seed=case.seed,
+                repository=__file__,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="3 repetitions, print only, write nothing")
+    quick = parser.parse_args().quick
+    console = Console()
+    rows: list[Record] = []
+    for case, headline in track(list(cases()), "measuring", console=console):
+        slow = case.tokens >= 512
+        repetitions = 3 if quick else (11 if slow else 25)
+        comparison = measure(case, headline, repetitions)
+        rows.extend(records(comparison))
+        gains = ", ".join(
+            f"{name} {comparison.speedup(name):.2f}x" for name in comparison.timings if name != BASELINE
+        )
+        shape = case.shape()
+        console.print(
+            f"M {case.tokens} {shape['dtype']} gated={case.gated} nnz {comparison.nnz:.0f}: "
+            f"{BASELINE} {comparison.timings[BASELINE].median * 1e3:.2f} ms, {gains}"
+        )
+    if not quick:
+        write_records(RESULTS, rows)
+        console.print(f"{len(rows)} records in {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The `twell` command."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        from .app import app
+    except ImportError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"the twell command needs typer and rich ({error}): pip install typer rich")
+    try:
+        app()
+    except (ValueError, ImportError) as error:
+        sys.exit(f"twell: {error}")

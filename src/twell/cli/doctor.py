@@ -1,0 +1,62 @@
+"""`twell doctor`: what this machine has, and what twell can do with it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..backends import Site, backend_names, get_backend
+from ..measure import hardware, versions
+
+_EXTRAS = {
+    "plot": ("matplotlib",),
+    "hf": ("transformers", "safetensors", "accelerate"),
+}
+
+
+def run_doctor() -> None:
+    """Print hardware, versions, backends (with the reason where one cannot run) and extras."""
+    console = Console()
+    devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    _print_pairs(console, "Versions", versions())
+    for device in devices:
+        _print_pairs(console, f"Hardware: {device}", hardware(device))
+    if "cuda" not in devices:
+        console.print("No CUDA device: the CPU backend runs.\n")
+
+    table = Table(title="Backends", title_justify="left")
+    for column in ("backend", "paths", *(f"on {device}" for device in devices)):
+        table.add_column(column)
+    for name in backend_names():
+        backend = get_backend(name)
+        verdicts = []
+        for device in devices:
+            reason = backend.refusal(_example_site(device))
+            verdicts.append("[green]can run[/]" if reason is None else f"[yellow]no:[/] {reason}")
+        table.add_row(name, ", ".join(sorted(backend.paths)), *verdicts)
+    console.print(table)
+
+    table = Table(title="Extras", title_justify="left")
+    table.add_column("extra")
+    table.add_column("state")
+    for extra, modules in _EXTRAS.items():
+        missing = [module for module in modules if find_spec(module) is None]
+        state = f"[yellow]missing {', '.join(missing)}:[/] pip install 'twell\\[{extra}]'"
+        table.add_row(extra, state if missing else "[green]installed[/]")
+    console.print(table)
+
+
+def _example_site(device_type: str) -> Site:
+    """A typical inference call, which a backend either takes or refuses."""
+    dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
+    return Site(device_type=device_type, dtype=dtype, hidden=2048, neurons=5632, gated=True, training=False)
+
+
+def _print_pairs(console: Console, title: str, pairs: dict) -> None:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for key, value in pairs.items():
+        table.add_row(key, "-" if value is None else str(value))
+    console.print(table)

@@ -1,0 +1,1 @@
+"""What people would rather look at: plots of measured results."""

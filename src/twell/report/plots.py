@@ -1,0 +1,78 @@
+"""Plots of speed-ups over dense, drawn with matplotlib (the `plot` extra)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_INK = "#1f2933"
+_MUTED = "#7b8794"
+_COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626")
+
+
+def speedup_bars(
+    speedups: Mapping[str, float],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Horizontal bars, one per case (label -> times faster than dense); 1x is dense."""
+    figure, axes = _figure(title, subtitle, height=1.6 + 0.5 * len(speedups))
+    labels = list(speedups)[::-1]
+    values = [speedups[label] for label in labels]
+    bars = axes.barh(labels, values, color=_COLOURS[0], height=0.6)
+    axes.bar_label(bars, [f"{value:.2f}x" for value in values], padding=4, color=_INK)
+    axes.axvline(1, color=_MUTED, linewidth=1, linestyle="--")
+    axes.set_xlim(0, max(*values, 1) * 1.15)
+    axes.set_xlabel("times faster than dense PyTorch (dashed: dense)", color=_MUTED)
+    _save(figure, path, metadata)
+
+
+def speedup_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """One line per name over the share of active neurons (density in (0, 1] -> times faster)."""
+    figure, axes = _figure(title, subtitle, height=4.2)
+    for colour, (name, points) in zip(_COLOURS, curves.items(), strict=False):
+        densities, values = zip(*sorted(points), strict=True)
+        percent = [100 * density for density in densities]
+        axes.plot(percent, values, marker="o", markersize=5, linewidth=2, color=colour, label=name)
+    axes.axhline(1, color=_MUTED, linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("active neurons per token", color=_MUTED)
+    axes.set_ylabel("times faster than dense", color=_MUTED)
+    axes.legend(frameon=False, labelcolor=_INK)
+    _save(figure, path, metadata)
+
+
+def _figure(title: str, subtitle: str, *, height: float) -> tuple[Any, Any]:
+    figure_class = _matplotlib_figure()
+    figure = figure_class(figsize=(7.6, height), dpi=144, layout="constrained")
+    axes = figure.add_subplot()
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    axes.set_title(subtitle, loc="left", fontsize=9, color=_MUTED)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_INK, labelsize=9)
+    return figure, axes
+
+
+def _save(figure: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> None:
+    figure.savefig(path, metadata=dict(metadata or {}), facecolor="white")
+
+
+def _matplotlib_figure() -> type:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'twell[plot]'") from error
+    return Figure

@@ -1,0 +1,29 @@
+"""Hypothesis settings shared by every property test; TWELL_HYPOTHESIS_EXAMPLES sets how hard they search."""
+
+import os
+
+try:
+    from hypothesis import settings
+except ImportError:  # a GPU machine may hold torch and pytest only: its tests still run, these say so
+    settings = None
+    collect_ignore = [
+        "formats/test_block.py",
+        "formats/test_hybrid.py",
+        "formats/test_row.py",
+        "test_activations.py",
+    ]
+
+
+def pytest_report_header() -> str | None:
+    return None if settings else f"hypothesis is not installed; left out: {', '.join(collect_ignore)}"
+
+
+if settings:
+    settings.register_profile(
+        "ci",
+        deadline=None,
+        derandomize=False,
+        print_blob=True,
+        max_examples=int(os.environ.get("TWELL_HYPOTHESIS_EXAMPLES", "100")),
+    )
+    settings.load_profile("ci")

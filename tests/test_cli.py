@@ -1,0 +1,78 @@
+"""The `twell` command: the demo end to end on a small block, doctor, bad input, missing packages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+from PIL import Image
+from typer.testing import CliRunner
+
+import twell
+from twell.cli.app import app
+from twell.measure import read_records
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)
+
+
+def test_demo_checks_times_and_plots(tmp_path):
+    size = ("--hidden", "64", "--neurons", "256", "--tokens", "128", "--density", "0.05")
+    result = run("demo", "--output", str(tmp_path / "out"), *size)
+    assert result.exit_code == 0
+    assert result.output.count("as exact as dense") == 3
+    assert result.output.count("to the bit") == 3
+    with Image.open(tmp_path / "out" / "speedup.png") as image:
+        assert min(image.size) > 300
+    records = read_records(tmp_path / "out" / "records.jsonl")
+    assert [r.shape["M"] for r in records] == [128, 8, 1]
+    assert all(r.baseline == "dense eager" and r.ratio > 0 for r in records)
+
+
+@pytest.mark.parametrize("density", ["0", "1"])
+def test_demo_at_the_extremes(tmp_path, density):
+    size = ("--hidden", "16", "--neurons", "64", "--tokens", "9", "--density", density)
+    assert run("demo", "--output", str(tmp_path), *size).exit_code == 0
+
+
+def test_doctor_names_versions_and_backends():
+    output = run("doctor").output
+    assert torch.__version__ in output
+    for name in twell.backend_names():
+        assert name in output
+    assert "can run" in output
+
+
+def test_version():
+    assert run("version").output.strip() == twell.__version__
+
+
+def test_a_value_error_is_one_line():
+    command = [sys.executable, "-m", "twell.cli", "demo", "--density", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "density" in done.stderr
+
+
+def test_missing_typer_is_explained():
+    code = "import sys; sys.modules['typer'] = None; from twell.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "pip install typer rich" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_matplotlib_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    from twell.report.plots import speedup_bars
+
+    with pytest.raises(ImportError, match=r"pip install 'twell\[plot\]'"):
+        speedup_bars({"a": 2.0}, tmp_path / "x.png", title="", subtitle="")
