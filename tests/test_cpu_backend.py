@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell import Plan, ffn, ffn_with_stats, reference
-from twell.kernels import cpu
+from twell.kernels import cpu, cpu_choice
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -94,6 +94,8 @@ class TestAutoChoosesByDensity:
     @pytest.fixture
     def taken(self, monkeypatch):
         taken: list[str] = []
+        # These blocks are far too small to pay; the choice by density is what is looked at.
+        monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)
         for path in ("row", "block", "dense"):
             run = getattr(cpu, f"_{path}_chunk")
 
@@ -113,6 +115,12 @@ class TestAutoChoosesByDensity:
         x, up, down, gate = make_ffn(128, 32, 400, 100, sigma=0.0, dead=0.75, max_rate=1.0).operands()
         check((x, up, down, gate), cpu_plan("auto"))
         assert taken == ["block"]
+
+    def test_work_too_small_to_pay(self, taken, monkeypatch):
+        monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 1.0)
+        for tokens in (1, 128):
+            ffn(*make_ffn(tokens, 32, 400, 4).operands(), plan=cpu_plan("auto"))
+        assert taken == ["dense", "dense"]
 
     def test_one_token(self, taken):
         ffn(*make_ffn(1, 32, 400, 400).operands(), plan=cpu_plan("auto"))

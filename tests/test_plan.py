@@ -13,7 +13,7 @@ from twell.synthetic import make_ffn
 
 from .accuracy import stock_dense
 
-BIG = {"dtype": torch.float32, "hidden": 1024, "neurons": 4096, "gated": True}
+BIG = {"dtype": torch.float32, "tokens": 2048, "hidden": 1024, "neurons": 4096, "gated": True}
 
 
 def site(device_type="cpu", training=False, **changes) -> Site:
@@ -77,9 +77,12 @@ def test_auto_takes_the_cpu_backend_for_inference_and_dense_for_training():
     assert resolve(None, site(training=True)) == Plan(path="dense", backend="dense")
 
 
-def test_auto_leaves_tiny_blocks_dense_and_a_named_backend_does_not():
-    tiny = site(hidden=64, neurons=256)
+@pytest.mark.parametrize("tokens", [1, 2048])
+def test_auto_leaves_small_work_dense_and_a_named_backend_does_not(tokens, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
+    tiny = site(hidden=64, neurons=256, tokens=tokens)
     assert resolve(None, tiny).path == "dense"
+    assert resolve(None, site(tokens=None)).path == "auto"  # traced: the op decides as it runs
     assert resolve(Plan(backend="cpu"), tiny) == Plan(path="auto", backend="cpu")
 
 

@@ -172,8 +172,8 @@ def test_device_is_honoured():
         ((10, 1), {"max_rate": 0.0}, r"^max_rate: got 0\.0; accepted: a probability in \(0, 1\]"),
         ((10, 1), {"max_rate": 1.5}, r"^max_rate: got 1\.5; accepted: a probability in \(0, 1\]"),
         ((10, 1), {"max_rate": math.nan}, r"^max_rate: got nan; accepted: a probability in \(0, 1\]"),
-        ((10, 1), {"sigma": -1.0}, r"^sigma: got -1\.0; accepted: a number >= 0"),
-        ((10, 1), {"sigma": math.nan}, r"^sigma: got nan; accepted: a number >= 0"),
+        ((10, 1), {"sigma": -1.0}, r"^sigma: got -1\.0; accepted: a finite number >= 0"),
+        ((10, 1), {"sigma": math.nan}, r"^sigma: got nan; accepted: a finite number >= 0"),
     ],
 )
 def test_bad_rates_are_refused_by_name(arguments, options, message):

@@ -68,7 +68,7 @@ class Activation:
             return torch.relu(pre)
         if self.name == "relu2":
             return torch.relu(pre).square()
-        return torch.where(pre <= self.threshold, 0.0, pre)
+        return torch.where(self._inactive(pre), 0.0, pre)
 
     def apply_(self, pre: Tensor) -> Tensor:
         """Apply in place (no autograd) and return `pre`."""
@@ -76,14 +76,28 @@ class Activation:
             return pre.relu_()
         if self.name == "relu2":
             return pre.relu_().square_()
-        return pre.masked_fill_(pre <= self.threshold, 0.0)
+        return pre.masked_fill_(self._inactive(pre), 0.0)
 
     def derivative(self, pre: Tensor) -> Tensor:
         """d act / d pre, elementwise, as autograd gives it (0 at the kink, NaN counted as active)."""
-        inactive = pre <= self.threshold
+        inactive = self._inactive(pre)
         if self.name == "relu2":
             return torch.where(inactive, 0.0, 2 * pre)
         return torch.where(inactive, 0.0, torch.ones_like(pre))
+
+    def _inactive(self, pre: Tensor) -> Tensor:
+        # torch rounds the scalar to the tensor's dtype first, possibly up past values that are above it.
+        return pre <= _largest_at_most(self.threshold, pre.dtype)
+
+
+def _largest_at_most(value: float, dtype: torch.dtype) -> float:
+    """The largest number of `dtype` that is not above `value` (>= 0)."""
+    limits = torch.finfo(dtype)
+    if value >= limits.max:
+        return limits.max
+    _, exponent = math.frexp(value)  # value = m * 2**exponent with 0.5 <= m < 1
+    spacing = max(math.ldexp(limits.eps, exponent - 1), limits.smallest_normal * limits.eps)
+    return math.floor(value / spacing) * spacing
 
 
 def fatrelu(threshold: float) -> Activation:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ._checks import reject
 from .kernels.args import FfnArgs, FfnOutput
 from .kernels.cpu import cpu_forward
+from .kernels.cpu_choice import sparse_can_pay
 from .kernels.csr import sampled_dot_available
 from .kernels.dense import dense_backward, dense_forward
 
@@ -25,11 +26,13 @@ PATHS = ("auto", "dense", "row", "block")
 class Site:
     """What is known of a call before it runs: everything a backend may refuse.
 
-    training: whether gradients will be asked for.
+    tokens:    a power of two at or above the number of tokens; None where a trace leaves it open.
+    training:  whether gradients will be asked for.
     """
 
     device_type: str
     dtype: torch.dtype
+    tokens: int | None
     hidden: int
     neurons: int
     gated: bool
@@ -121,12 +124,15 @@ def _cpu_refusal(site: Site) -> str | None:
     return None
 
 
-# Below this weight size the overhead of a registered op (about 30 us) is a visible part of the block.
-_CPU_WORTHWHILE_WEIGHTS = 1 << 19
-
-
 def _cpu_worthwhile(site: Site) -> bool:
-    return site.hidden * site.neurons >= _CPU_WORTHWHILE_WEIGHTS
+    return site.tokens is None or sparse_can_pay(
+        site.tokens,
+        site.hidden,
+        site.neurons,
+        itemsize=site.dtype.itemsize,
+        gated=site.gated,
+        threads=torch.get_num_threads(),
+    )
 
 
 register_backend(

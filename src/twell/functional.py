@@ -113,6 +113,7 @@ def _dispatch(
         None if plan is None else plan.spec,
         x.device.type,
         x.dtype,
+        _token_bucket(x),
         # index() makes a compiler specialise on the weights' sizes; tokens stay dynamic.
         index(up.shape[1]),
         index(up.shape[0]),
@@ -135,6 +136,7 @@ def _resolve_constant(
     plan: str | None,
     device_type: str,
     dtype: torch.dtype,
+    tokens: int | None,
     hidden: int,
     neurons: int,
     gated: bool,
@@ -147,6 +149,7 @@ def _resolve_constant(
     site = Site(
         device_type=device_type,
         dtype=dtype,
+        tokens=tokens,
         hidden=hidden,
         neurons=neurons,
         gated=gated,
@@ -154,6 +157,14 @@ def _resolve_constant(
     )
     resolved = resolve(None if plan is None else Plan.parse(plan), site)
     return resolved.path, resolved.block_rows, resolved.backend
+
+
+def _token_bucket(x: Tensor) -> int | None:
+    """The power of two at or above x's tokens; None while tracing, where one graph serves many."""
+    if torch.compiler.is_compiling():
+        return None
+    tokens = x.numel() // max(x.shape[-1], 1)
+    return 1 << max(tokens - 1, 0).bit_length()
 
 
 def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -54,8 +54,8 @@ def firing_rates(
         reject("dead", dead, "a share in [0, 1]")
     if not 0 < max_rate <= 1:
         reject("max_rate", max_rate, "a probability in (0, 1]")
-    if sigma < 0:
-        reject("sigma", sigma, "a number >= 0")
+    if not 0 <= sigma < float("inf"):
+        reject("sigma", sigma, "a finite number >= 0")
     shape = torch.exp(sigma * torch.randn(neurons, generator=generator, dtype=torch.float64))
     alive = neurons - round(dead * neurons)
     shape[torch.randperm(neurons, generator=generator)[alive:]] = 0

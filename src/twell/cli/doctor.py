@@ -52,7 +52,15 @@ def run_doctor() -> None:
 def _example_site(device_type: str) -> Site:
     """A typical inference call, which a backend either takes or refuses."""
     dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
-    return Site(device_type=device_type, dtype=dtype, hidden=2048, neurons=5632, gated=True, training=False)
+    return Site(
+        device_type=device_type,
+        dtype=dtype,
+        tokens=2048,
+        hidden=2048,
+        neurons=5632,
+        gated=True,
+        training=False,
+    )
 
 
 def _print_pairs(console: Console, title: str, pairs: dict) -> None:

@@ -63,6 +63,8 @@ def cpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
 
 def _choose(active: Tensor, count: int, block_rows: int, weights: WeightViews) -> str:
     tokens, neurons = active.shape
+    if not weights.sparse_can_pay():
+        return "dense"
     density = count / max(tokens * neurons, 1)
     if weights.row_wins(tokens, density):
         return "row"
@@ -93,6 +95,8 @@ def _single_token(x: Tensor, path: str, weights: WeightViews, stats: _Stats | No
     what the whole sparse part does.
     """
     activated = weights.activate_selector(x)
+    if path == "auto" and not weights.sparse_can_pay():
+        return _dense_chunk(x, activated, weights, stats)
     neurons = activated[0].nonzero().squeeze(1)
     if path == "auto" and not weights.row_wins(1, neurons.numel() / max(activated.shape[1], 1)):
         return _dense_chunk(x, activated, weights, stats)

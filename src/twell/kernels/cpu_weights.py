@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from .args import FfnArgs
-from .cpu_choice import row_wins
+from .cpu_choice import row_wins, sparse_can_pay
 from .csr import RowPattern
 
 # fp32, [M, 1024] x [1024, 4096], 2 Zen 3 cores: x @ W^T against (W @ x^T)^T
@@ -50,6 +50,18 @@ class WeightViews:
             self._low_precision and self._tokens >= _UPCAST_MIN_TOKENS and not _has_native_gemm(args.x.dtype)
         )
         self._neuron_major_down = args.down.mT.is_contiguous()
+
+    def sparse_can_pay(self) -> bool:
+        """Whether this call is large enough for any sparse path to beat the dense finish."""
+        neurons, hidden = self._args.up.shape
+        return sparse_can_pay(
+            self._tokens,
+            hidden,
+            neurons,
+            itemsize=self._args.x.dtype.itemsize,
+            gated=self.gated,
+            threads=torch.get_num_threads(),
+        )
 
     def row_wins(self, tokens: int, density: float) -> bool:
         """Whether the row path is expected to beat the dense finish with these weights."""
