@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from twell import Plan, ffn, ffn_with_stats, reference
 from twell.kernels import cpu, cpu_choice
+from twell.kernels.cpu_weights import CpuSite
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -63,7 +66,7 @@ def test_neuron_major_down(path, dtype, tokens):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_several_chunks_with_a_ragged_end(path, monkeypatch):
-    monkeypatch.setattr(cpu, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(cpu, "CHUNK_TOKENS", range(32, 33))
     check(make_ffn(101, 32, 96, 9, seed=6).operands(), cpu_plan(path, block_rows=16))
 
 
@@ -96,14 +99,16 @@ class TestAutoChoosesByDensity:
         taken: list[str] = []
         # These blocks are far too small to pay; the choice by density is what is looked at.
         monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)
+        monkeypatch.setattr(cpu_choice, "_row_limit", lambda site: 0.13)
+        monkeypatch.setattr(cpu_choice, "_block_pays", lambda site: True)
         for path in ("row", "block", "dense"):
-            run = getattr(cpu, f"_{path}_chunk")
+            run = getattr(cpu, f"finish_{path}")
 
             def recording(*args, path=path, run=run):
                 taken.append(path)
                 return run(*args)
 
-            monkeypatch.setattr(cpu, f"_{path}_chunk", recording)
+            monkeypatch.setattr(cpu, f"finish_{path}", recording)
         return taken
 
     @pytest.mark.parametrize(("nnz", "expected"), [(4, "row"), (400, "dense")])
@@ -125,6 +130,63 @@ class TestAutoChoosesByDensity:
     def test_one_token(self, taken):
         ffn(*make_ffn(1, 32, 400, 400).operands(), plan=cpu_plan("auto"))
         assert taken == ["dense"]
+
+    def test_once_dense_the_rest_is_not_looked_at(self, taken, monkeypatch):
+        monkeypatch.setattr(cpu, "CHUNK_TOKENS", range(32, 33))
+        x, up, down, gate = make_ffn(256, 32, 400, 4).operands()
+        x[64:128, 0] *= -1  # the constant feature flips, so the second block of 64 fires nearly all
+        check((x, up, down, gate), cpu_plan("auto"))
+        assert taken == ["row", "dense", "dense"]
+
+
+class TestMeasuredLimits:
+    """The probes run the real paths on this machine and give limits that make sense."""
+
+    SITE = CpuSite(
+        tokens=64,
+        hidden=8,
+        neurons=512,
+        dtype=torch.float64,
+        gated=True,
+        neuron_major_down=True,
+        threads=1,
+    )
+
+    @pytest.mark.parametrize("tokens", [1, 5, 300])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("neuron_major", [True, False])
+    def test_row_limit_is_a_share_and_cached(self, tokens, dtype, neuron_major):
+        site = replace(self.SITE, tokens=tokens, dtype=dtype, neuron_major_down=neuron_major)
+        limit = cpu_choice.row_limit(site)
+        assert 0 <= limit <= 0.3
+        assert cpu_choice.row_limit(site) == limit
+        assert isinstance(cpu_choice.block_pays(site), bool)
+
+    def test_a_slow_row_path_gets_no_share(self, monkeypatch):
+        monkeypatch.setattr(
+            cpu_choice, "_seconds", lambda layers, finish, a: 2.0 if "row" in finish.__name__ else 1.0
+        )
+        site = CpuSite(
+            tokens=7, hidden=8, neurons=8, dtype=torch.float64, gated=False, neuron_major_down=True, threads=1
+        )
+        assert cpu_choice._row_limit.__wrapped__(site) == 0.0
+
+    def test_the_limit_lies_where_row_and_dense_meet(self, monkeypatch):
+        def seconds(layers, finish, activated):
+            density = (activated != 0).float().mean().item()
+            return 1.0 if "dense" in finish.__name__ else 0.1 + 4.0 * density
+
+        monkeypatch.setattr(cpu_choice, "_seconds", seconds)
+        site = CpuSite(
+            tokens=64,
+            hidden=8,
+            neurons=512,
+            dtype=torch.float64,
+            gated=True,
+            neuron_major_down=True,
+            threads=1,
+        )
+        assert cpu_choice._row_limit.__wrapped__(site) == pytest.approx(0.2, abs=0.02)  # 0.9 = 0.1 + 4 d
 
 
 class TestNonFinite:

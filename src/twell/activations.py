@@ -34,7 +34,7 @@ class Activation:
 
     def __post_init__(self) -> None:
         require_choice("activation", self.name, _NAMES)
-        if not (math.isfinite(self.threshold) and self.threshold >= 0):
+        if not 0 <= self.threshold < float("inf"):
             reject("activation threshold", self.threshold, "a finite number >= 0")
         if self.name != "fatrelu" and self.threshold != 0:
             reject("activation threshold", self.threshold, f"0 for {self.name!r}")

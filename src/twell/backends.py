@@ -16,6 +16,7 @@ from ._checks import reject
 from .kernels.args import FfnArgs, FfnOutput
 from .kernels.cpu import cpu_forward
 from .kernels.cpu_choice import sparse_can_pay
+from .kernels.cpu_weights import CpuSite
 from .kernels.csr import sampled_dot_available
 from .kernels.dense import dense_backward, dense_forward
 
@@ -125,13 +126,18 @@ def _cpu_refusal(site: Site) -> str | None:
 
 
 def _cpu_worthwhile(site: Site) -> bool:
-    return site.tokens is None or sparse_can_pay(
-        site.tokens,
-        site.hidden,
-        site.neurons,
-        itemsize=site.dtype.itemsize,
-        gated=site.gated,
-        threads=torch.get_num_threads(),
+    if site.tokens is None:
+        return True
+    return sparse_can_pay(
+        CpuSite(
+            tokens=site.tokens,
+            hidden=site.hidden,
+            neurons=site.neurons,
+            dtype=site.dtype,
+            gated=site.gated,
+            neuron_major_down=True,  # does not matter here
+            threads=torch.get_num_threads(),
+        )
     )
 
 

@@ -1,29 +1,29 @@
 """Which path finishes a chunk of tokens on the CPU, from how many neurons are active.
 
-The limits are densities (active share of a chunk's [tokens, H] entries) below which a path was faster
-than the dense finish on 2 Zen 3 cores at D 1024, H 4096, with a margin: being dense near the limit costs
-little, being sparse beyond it a lot. Measured speed-ups over stock dense PyTorch, fp32, row path against
-dense finish: 1 token at 30% 1.28 / 1.14; 8 tokens at 30% 1.39 / 1.14; 64 tokens at 15% 1.25 / 1.11, at 30%
-0.91 / 1.26; 512 tokens at 15% 1.11 / 0.96, at 20% 0.93 / 0.97. bf16, 1 token at 20% 1.01 / 1.00.
+How fast a sparse path is beside the dense one differs by machine more than any constant could say: at
+D 1024, H 4096 in fp32 the row path breaks even near 15% active neurons on 2 Zen 3 cores and near 7% on 16
+Sapphire Rapids cores. So the limits are measured, once per process, the first time a call of their
+kind (dtype, layout, size of the batch, threads) has to choose: some tens of milliseconds. Paths round
+differently in the last bit; name one in a `Plan` where results must not depend on the machine.
 """
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
-_MANY_TOKENS = 64  # from here on the dense products are bound by arithmetic, no longer by memory
+from ..activations import Activation
+from .args import FfnArgs
+from .cpu_paths import finish_block, finish_dense, finish_row, finish_single_row
+from .cpu_weights import CpuSite, WeightViews
 
-_ROW_LIMIT_MANY = 0.13
-_ROW_LIMIT_FEW = 0.25
-_ROW_LIMIT_FEW_LOW_PRECISION = 0.13
-# down stored [D, H] row by row: gathering a neuron touches one cache line per output feature.
-# 1 token at 6%: 1.26 / 1.54; 8 tokens at 6%: 1.08 / 1.13; 64 tokens at 6% 1.31 / 1.41, at 1% 2.05 / 1.42.
-_ROW_LIMIT_STRIDED_DOWN = 0.03
-
-# Block path, 64-token blocks: the up and down projections take about twice the dense time per neuron
-# (19% of the neurons: 0.39 of the dense time), so it breaks even near 45% of the neurons.
-_BLOCK_LIMIT_UNION = 0.30
-
+_log = logging.getLogger("twell")
 
 # What a core does on the dense finish, fp32: reads 10 GB/s of cold weights (2 Zen 3 cores 15 in all, 16
 # Sapphire Rapids cores 180), multiplies at 60 GFLOP/s (139 and 900 in all).
@@ -33,39 +33,138 @@ _FLOPS_PER_CORE = 60e9
 # 0.25 ms on the former machine, 0.28 on the latter, where 1 token at D 1024, H 4096 takes 0.26 ms densely.
 _SPARSE_OVERHEAD_SECONDS = 0.4e-3
 
+_LIMIT_CEILING = 0.3  # the probes end at 10%: do not extrapolate far beyond
+_MARGIN = 0.9  # a sparse path must be expected to take at most this share of the dense time
+_PROBE_HIDDEN, _PROBE_NEURONS = 1024, 2048
+_PROBE_DENSITIES = (0.01, 0.1)
+_PROBE_UNION = 0.25  # share of neurons that the block path is probed with
+_PROBE_REPETITIONS = 5
+_PROBE_BUCKETS = (1, 4, 32, 256)  # tokens that stand for themselves and all up to the next
+_COLD_TOKENS = 64  # below, weights come from memory, so a probe rotates among several sets
+_MANY_TOKENS = 64  # the block path needs full blocks
 
-def sparse_can_pay(
-    tokens: int, hidden: int, neurons: int, *, itemsize: int, gated: bool, threads: int
-) -> bool:
-    """Whether the products that sparsity may save take longer than looking for it costs."""
-    weights = (2 if gated else 1) * hidden * neurons
-    reading = weights * itemsize / (_READ_BYTES_PER_CORE * threads)
-    multiplying = 2 * tokens * weights / (_FLOPS_PER_CORE * threads)
+
+def sparse_can_pay(site: CpuSite) -> bool:
+    """Whether the products that sparsity may save take longer than looking for it costs.
+
+    Never with 16-bit matrix units: 16 Sapphire Rapids cores, bf16, 2048 tokens, 1% active 0.88x.
+    """
+    if site.native_16_bit:
+        return False
+    weights = (2 if site.gated else 1) * site.hidden * site.neurons
+    reading = weights * site.dtype.itemsize / (_READ_BYTES_PER_CORE * site.threads)
+    multiplying = 2 * site.tokens * weights / (_FLOPS_PER_CORE * site.threads)
     return max(reading, multiplying) >= _SPARSE_OVERHEAD_SECONDS
 
 
-def row_wins(tokens: int, density: float, *, low_precision: bool, cheap_down_rows: bool) -> bool:
-    """Whether the row path is expected to beat the dense finish.
-
-    cheap_down_rows: a neuron's down weights lie together, or will be copied so once per call.
-    """
-    if not cheap_down_rows:
-        limit = _ROW_LIMIT_STRIDED_DOWN
-    elif tokens >= _MANY_TOKENS:
-        limit = _ROW_LIMIT_MANY
-    else:
-        limit = _ROW_LIMIT_FEW_LOW_PRECISION if low_precision else _ROW_LIMIT_FEW
-    return density <= limit
-
-
-def block_wins(active: Tensor, density: float, block_rows: int) -> bool:
-    """Whether the tokens of each block share so many neurons that the block path beats dense.
-
-    active: bool [m, H].
-    """
+def choose(active: Tensor, count: int, block_rows: int, site: CpuSite) -> str:
+    """ "row", "block" or "dense" for one chunk; active: bool [m, H] with `count` True entries."""
     tokens, neurons = active.shape
-    if tokens < _MANY_TOKENS or density > _BLOCK_LIMIT_UNION:
-        return False  # a block's union is at least as large as its mean density
+    density = count / max(tokens * neurons, 1)
+    if density <= row_limit(site):
+        return "row"
+    # A block's union is at least as large as its mean density.
+    if tokens < _MANY_TOKENS or density > _PROBE_UNION or not block_pays(site):
+        return "dense"
     unions = [active[start : start + block_rows].any(dim=0) for start in range(0, tokens, block_rows)]
     mean_union = sum(int(union.sum()) for union in unions) / len(unions)
-    return mean_union <= _BLOCK_LIMIT_UNION * neurons
+    return "block" if mean_union <= _PROBE_UNION * neurons else "dense"
+
+
+def row_limit(site: CpuSite) -> float:
+    """The share of active neurons up to which the row path beats the dense finish here."""
+    return _row_limit(_probe_site(site))
+
+
+def block_pays(site: CpuSite) -> bool:
+    """Whether the block path beats the dense finish here when blocks use a quarter of the neurons."""
+    return _block_pays(_probe_site(site))
+
+
+def _probe_site(site: CpuSite) -> CpuSite:
+    """The site whose measurement stands for `site`."""
+    bucket = max(b for b in _PROBE_BUCKETS if b <= max(site.tokens, 1))
+    return replace(site, tokens=bucket, hidden=_PROBE_HIDDEN, neurons=_PROBE_NEURONS)
+
+
+@lru_cache(maxsize=64)
+def _row_limit(site: CpuSite) -> float:
+    begun = time.perf_counter()
+    layers = _probe_layers(site)
+    low, high = _PROBE_DENSITIES
+    dense = _seconds(layers, _dense_finish, _activations(site, high))
+    at_low = _seconds(layers, _row_finish, _activations(site, low))
+    at_high = _seconds(layers, _row_finish, _activations(site, high))
+    per_density = max((at_high - at_low) / (high - low), 1e-9)
+    limit = low + (_MARGIN * dense - at_low) / per_density
+    limit = min(max(limit, 0.0), _LIMIT_CEILING)
+    _log.info(
+        "twell: measured the CPU in %.2f s: %s, %d+ tokens, %d threads: row path up to %.1f%% active",
+        time.perf_counter() - begun,
+        site.dtype,
+        site.tokens,
+        site.threads,
+        100 * limit,
+    )
+    return limit
+
+
+@lru_cache(maxsize=64)
+def _block_pays(site: CpuSite) -> bool:
+    layers = _probe_layers(site)
+    activated = _activations(site, 0.5)
+    activated[:, int(_PROBE_UNION * site.neurons) :] = 0
+    dense = _seconds(layers, _dense_finish, activated)
+    return _seconds(layers, _block_finish, activated) <= _MARGIN * dense
+
+
+def _probe_layers(site: CpuSite) -> list[WeightViews]:
+    """Weights of `site`'s kind; several sets where a real model's would not be in the cache."""
+    sets = 4 if site.tokens < _COLD_TOKENS else 1
+    neuron_rows = torch.rand(site.neurons, site.hidden).to(site.dtype)
+    x = torch.rand(site.tokens, site.hidden).to(site.dtype)
+    layers = []
+    for _ in range(sets):
+        up = neuron_rows.clone()
+        down = neuron_rows.clone().mT if site.neuron_major_down else neuron_rows.mT.contiguous()
+        gate = up if site.gated else None
+        layers.append(WeightViews(FfnArgs(x, up, down, gate, None, None, None, Activation())))
+    return layers
+
+
+def _activations(site: CpuSite, density: float) -> Tensor:
+    drawn = torch.rand(site.tokens, site.neurons)
+    activated = torch.where(drawn < density, 1.0 - drawn, 0.0)
+    return activated.to(site.projection_dtype)
+
+
+def _seconds(
+    layers: list[WeightViews], finish: Callable[[WeightViews, Tensor], Tensor], activated: Tensor
+) -> float:
+    """The least time of one finish over a few rounds through the layers."""
+    for weights in layers:
+        finish(weights, activated.clone())
+    best = float("inf")
+    for _ in range(_PROBE_REPETITIONS):
+        copies = [activated.clone() for _ in layers]  # a dense finish works in place
+        begun = time.perf_counter()
+        for weights, copy in zip(layers, copies, strict=True):
+            finish(weights, copy)
+        best = min(best, time.perf_counter() - begun)
+    return best / len(layers)
+
+
+def _dense_finish(weights: WeightViews, activated: Tensor) -> Tensor:
+    return finish_dense(weights.x, activated, weights, None)
+
+
+def _row_finish(weights: WeightViews, activated: Tensor) -> Tensor:
+    if activated.shape[0] == 1:
+        neurons = activated[0].nonzero().squeeze(1)
+        return finish_single_row(weights.x, activated, neurons, weights, None)
+    active = activated != 0
+    return finish_row(weights.x, activated, active, int(torch.count_nonzero(active)), weights, None)
+
+
+def _block_finish(weights: WeightViews, activated: Tensor) -> Tensor:
+    return finish_block(weights.x, activated, activated != 0, _MANY_TOKENS, weights, None)

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from .args import FfnArgs
-from .cpu_choice import row_wins, sparse_can_pay
+from .cpu_down import reads_badly, sum_all_rows
+from .cpu_multiply import has_native_gemm, multiply
 from .csr import RowPattern
-
-# fp32, [M, 1024] x [1024, 4096], 2 Zen 3 cores: x @ W^T against (W @ x^T)^T
-# M 2: 1.4 / 1.0 ms; 4: 2.1 / 0.7; 8: 2.3 / 1.8; 16: 2.8 / 1.5; 32: 4.1 / 3.1; 64: 5.9 / 4.1.
-_FEW_TOKENS = range(2, 65)
-
-# oneDNN's matrix-vector product, which torch registers for its own compiler but does not call for
-# eager fp32: [1, 1024] x [1024, 4096] with cold weights 0.79 ms, F.linear (MKL) 1.10 ms.
-_ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 # bf16 on a CPU without bf16 units, same product, native against cast-to-fp32-and-multiply:
 # M 8: 3.7 / 4.4 ms; 64: 29 / 7; 512: 237 / 39.
@@ -29,6 +21,40 @@ _UPCAST_MIN_TOKENS = 16
 _FULL_COPY_MIN_TOKENS = 256
 
 _ONE_BAG = torch.zeros(1, dtype=torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuSite:
+    """Everything that the speed of a path on this CPU depends on, but the activations.
+
+    neuron_major_down: each neuron's down weights lie together.
+    """
+
+    tokens: int
+    hidden: int
+    neurons: int
+    dtype: torch.dtype
+    gated: bool
+    neuron_major_down: bool
+    threads: int
+
+    @property
+    def low_precision(self) -> bool:
+        return self.dtype in (torch.bfloat16, torch.float16)
+
+    @property
+    def native_16_bit(self) -> bool:
+        return self.low_precision and has_native_gemm(self.dtype)
+
+    @property
+    def upcast(self) -> bool:
+        """Whether whole projections run in float32 although the operands are narrower."""
+        return self.low_precision and not self.native_16_bit and self.tokens >= _UPCAST_MIN_TOKENS
+
+    @property
+    def projection_dtype(self) -> torch.dtype:
+        """The dtype of activations: the operands' own unless projections are upcast."""
+        return torch.float32 if self.upcast else self.dtype
 
 
 class WeightViews:
@@ -41,35 +67,19 @@ class WeightViews:
 
     def __init__(self, args: FfnArgs) -> None:
         self._args = args
-        self._tokens = args.x.shape[0]
         self._copies: dict[str, Tensor] = {}
+        self.x = args.x
         self.gated = args.gate is not None
+        self.output_size = args.down.shape[0]
         self.wide_dtype = torch.promote_types(args.x.dtype, torch.float32)
-        self._low_precision = self.wide_dtype != args.x.dtype
-        self._upcast = (
-            self._low_precision and self._tokens >= _UPCAST_MIN_TOKENS and not _has_native_gemm(args.x.dtype)
-        )
-        self._neuron_major_down = args.down.mT.is_contiguous()
-
-    def sparse_can_pay(self) -> bool:
-        """Whether this call is large enough for any sparse path to beat the dense finish."""
-        neurons, hidden = self._args.up.shape
-        return sparse_can_pay(
-            self._tokens,
-            hidden,
-            neurons,
-            itemsize=self._args.x.dtype.itemsize,
+        self.site = CpuSite(
+            tokens=args.x.shape[0],
+            hidden=args.up.shape[1],
+            neurons=args.up.shape[0],
+            dtype=args.x.dtype,
             gated=self.gated,
+            neuron_major_down=args.down.mT.is_contiguous(),
             threads=torch.get_num_threads(),
-        )
-
-    def row_wins(self, tokens: int, density: float) -> bool:
-        """Whether the row path is expected to beat the dense finish with these weights."""
-        return row_wins(
-            tokens,
-            density,
-            low_precision=self._low_precision,
-            cheap_down_rows=self._neuron_major_down or self._tokens >= _FULL_COPY_MIN_TOKENS,
         )
 
     # Projections of whole chunks.
@@ -84,30 +94,16 @@ class WeightViews:
 
     def project_down(self, hidden: Tensor) -> Tensor:
         """Without the bias, which `finish` adds on every path."""
-        if self._low_precision and self._neuron_major_down and not self._upcast:
-            return self._sum_all_rows(hidden)
-        return self._project("down", hidden, self._args.down, None)
+        down = self._args.down
+        if self.site.neuron_major_down and not self.site.upcast and reads_badly(down):
+            return sum_all_rows(hidden, down)
+        return self._project("down", hidden, down, None)
 
     def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self._upcast:
+        if self.site.upcast:
             weight = self._copy(f"{name}:wide", lambda: weight.to(self.wide_dtype))
-        product = _multiply(x.to(weight.dtype), weight)
+        product = multiply(x.to(weight.dtype), weight)
         return product if bias is None else product.add_(bias)
-
-    def _sum_all_rows(self, hidden: Tensor) -> Tensor:
-        """hidden @ down^T over neuron-major rows, which no 16-bit CPU matrix product reads well.
-
-        bf16, H 4096, D 1024, weights in cache: 1 token 0.45 ms here, 12.4 as a matrix product (0.44
-        with down stored row-major); 8 tokens 1.6 / 106 (3.2).
-        """
-        tokens, neurons = hidden.shape
-        # Bags are what runs in parallel: cut the sums of very few tokens into parts. Cold weights,
-        # 1 token: 1 part 0.86 ms, 2 0.54, 4 0.49, 8 0.42; 2 tokens: 1.04, 0.97, 1.08, 0.82.
-        parts = 8 if tokens < 4 and neurons else 1
-        rows, starts = _all_rows(tokens, neurons, parts)
-        scale = hidden.to(self._args.down.dtype).view(-1)
-        bags, *_ = torch.embedding_bag(self._args.down.mT, rows, starts, mode=0, per_sample_weights=scale)
-        return bags if parts == 1 else bags.view(tokens, parts, -1).sum(dim=1)
 
     # Neuron-major rows [K, D] for the row path, with the column numbers that address them.
 
@@ -120,7 +116,7 @@ class WeightViews:
     def _rows(self, name: str, rows: Tensor, pattern: RowPattern) -> tuple[Tensor, Tensor]:
         if rows.is_contiguous() and rows.dtype == self.wide_dtype:
             return rows, pattern.columns
-        if self._tokens >= _FULL_COPY_MIN_TOKENS:
+        if self.site.tokens >= _FULL_COPY_MIN_TOKENS:
             full = self._copy(name, lambda: rows.to(self.wide_dtype).contiguous())
             return full, pattern.columns
         return self._gather(rows, pattern.union).to(self.wide_dtype), pattern.union_columns
@@ -132,7 +128,7 @@ class WeightViews:
 
     def gather_down(self, neurons: Tensor) -> Tensor:
         rows = self._args.down.mT
-        if not self._neuron_major_down and self._tokens >= _FULL_COPY_MIN_TOKENS:
+        if not self.site.neuron_major_down and self.site.tokens >= _FULL_COPY_MIN_TOKENS:
             rows = self._copy("down:major", rows.contiguous)
         return self._gather(rows, neurons)
 
@@ -141,7 +137,7 @@ class WeightViews:
 
     def single_down(self, hidden: Tensor, neurons: Tensor) -> Tensor:
         """[D]: the sum of hidden[i] * down[:, neurons[i]]; hidden [K] in the weight's dtype."""
-        if not self._neuron_major_down:
+        if not self.site.neuron_major_down:
             return torch.mv(self.gather_down(neurons).mT, hidden)
         bags, *_ = torch.embedding_bag(
             self._args.down.mT, neurons, _ONE_BAG, mode=0, per_sample_weights=hidden
@@ -164,29 +160,3 @@ class WeightViews:
         """`result` plus the down bias, in the dtype of x."""
         bias = self._args.down_bias
         return (result if bias is None else result + bias).to(self._args.x.dtype)
-
-
-@lru_cache(maxsize=16)
-def _all_rows(tokens: int, neurons: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Indices and bag starts that sum every row for every token, each sum cut into `parts` bags."""
-    starts = torch.arange(tokens * parts) * neurons // parts
-    return torch.arange(neurons).repeat(tokens), starts
-
-
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T in the fastest form that this torch has for the shape; always a new tensor."""
-    if weight.dtype == torch.float32 and weight.is_contiguous():
-        if x.shape[0] == 1 and _ONEDNN_LINEAR is not None and torch.backends.mkldnn.is_available():
-            return _ONEDNN_LINEAR(x, weight, None, "none", [], "")
-        if x.shape[0] in _FEW_TOKENS:
-            return torch.mm(weight, x.mT).mT.contiguous()
-    return linear(x, weight)
-
-
-def _has_native_gemm(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies `dtype` matrices in hardware."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.ops.mkldnn._is_mkldnn_fp16_supported()

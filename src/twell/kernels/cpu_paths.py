@@ -1,0 +1,97 @@
+"""The CPU backend's three ways to finish a chunk of tokens once its activations are known.
+
+Each takes x [m, D] and activated [m, H] and returns y [m, D]; `stats` gathers what is recorded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cpu_weights import WeightViews
+from .csr import RowPattern, sampled_dot, weighted_row_sum
+
+
+class Stats:
+    """Running sums of the recorded statistics."""
+
+    def __init__(self, neurons: int, dtype: torch.dtype) -> None:
+        self.l1 = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
+        self.firing = torch.zeros(neurons, dtype=torch.int64)
+
+    def add_hidden(self, hidden: Tensor) -> None:
+        self.l1 += hidden.abs().sum(dtype=self.l1.dtype)
+
+
+def finish_single_row(
+    x: Tensor, activated: Tensor, neurons: Tensor, weights: WeightViews, stats: Stats | None
+) -> Tensor:
+    """The row path for one token: no mask, no pattern, as few operations as it takes.
+
+    neurons: int64 [nnz], the active ones. At D 1024, H 4096 an operation costs about 15 us between two
+    cold matrix products, a sixth of what the whole sparse part does.
+    """
+    hidden = activated[0].index_select(0, neurons)
+    if weights.gated:
+        hidden *= weights.add_up_bias(torch.mv(weights.gather_up(neurons), x[0]), neurons)
+    if stats is not None:
+        stats.add_hidden(hidden)
+        stats.firing[neurons] += 1
+    return weights.finish(weights.single_down(hidden, neurons)).unsqueeze(0)
+
+
+def finish_row(
+    x: Tensor,
+    activated: Tensor,
+    active: Tensor,
+    count: int,
+    weights: WeightViews,
+    stats: Stats | None,
+) -> Tensor:
+    pattern = RowPattern.of(active, count)
+    hidden = activated.view(-1).index_select(0, pattern.flat).to(weights.wide_dtype)
+    if weights.gated:
+        up, columns = weights.up_rows(pattern)
+        dots = sampled_dot(x.to(weights.wide_dtype), up, pattern, columns)
+        hidden *= weights.add_up_bias(dots, pattern.columns)
+    down, columns = weights.down_rows(pattern)
+    if stats is not None:
+        stats.add_hidden(hidden)
+        stats.firing += pattern.firing()
+    return weights.finish(weighted_row_sum(down, hidden, pattern, columns))
+
+
+def finish_block(
+    x: Tensor,
+    activated: Tensor,
+    active: Tensor,
+    block_rows: int,
+    weights: WeightViews,
+    stats: Stats | None,
+) -> Tensor:
+    wide = weights.wide_dtype
+    outputs = []
+    for start in range(0, x.shape[0], block_rows):
+        rows = slice(start, start + block_rows)
+        union = active[rows].any(dim=0).nonzero().squeeze(1)
+        hidden = activated[rows].index_select(1, union).to(wide)
+        if weights.gated:
+            up = weights.gather_up(union).to(wide)
+            hidden *= weights.add_up_bias(x[rows].to(wide) @ up.mT, union)
+        outputs.append(weights.finish(hidden @ weights.gather_down(union).to(wide)))
+        if stats is not None:
+            stats.add_hidden(hidden)
+    if stats is not None:
+        stats.firing += active.sum(dim=0)
+    return torch.cat(outputs)
+
+
+def finish_dense(x: Tensor, activated: Tensor, weights: WeightViews, stats: Stats | None) -> Tensor:
+    if stats is not None:
+        stats.firing += (activated != 0).sum(dim=0)
+    hidden = activated
+    if weights.gated:
+        hidden = hidden.mul_(weights.project_up(x))
+    if stats is not None:
+        stats.add_hidden(hidden)
+    return weights.finish(weights.project_down(hidden))
