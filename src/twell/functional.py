@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from operator import index
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from .backends import Site
 from .kernels.args import FfnArgs, FfnOutput
 from .kernels.dense import dense_forward
 from .ops import ffn_op
-from .plan import Plan, resolve
+from .plan import Plan, resolution_state, resolve
 
 
 class FfnStats(NamedTuple):
@@ -132,7 +133,14 @@ def _dispatch(
 
 
 @torch.compiler.assume_constant_result
-def _resolve_constant(
+def _resolve_constant(*call: str | torch.dtype | int | bool | None) -> tuple[str, int, str]:
+    """`resolve` on and to plain constants: under torch.compile it runs, and logs, once per trace."""
+    return _resolve_cached(resolution_state(), *call)
+
+
+@lru_cache(maxsize=4096)
+def _resolve_cached(
+    state: object,  # what a decision depends on besides the call; only a part of the key
     plan: str | None,
     device_type: str,
     dtype: torch.dtype,
@@ -142,10 +150,7 @@ def _resolve_constant(
     gated: bool,
     training: bool,
 ) -> tuple[str, int, str]:
-    """`resolve` on and to plain constants: under torch.compile it runs, and logs, once per trace.
-
-    The plan comes as its `spec`: a `Plan` that traced code builds has no fields yet at this point.
-    """
+    """The plan comes as its `spec`: a `Plan` that traced code builds has no fields yet at this point."""
     site = Site(
         device_type=device_type,
         dtype=dtype,
@@ -205,12 +210,15 @@ def _validate(
 def _check_operand(name: str, tensor: Tensor, x: Tensor, shape: tuple[int | None, ...], layout: str) -> None:
     if not isinstance(tensor, Tensor):
         reject(name, f"a {type(tensor).__name__}", f"a torch.Tensor {layout}")
-    fits = tensor.dim() == len(shape)
-    for received, wanted in zip(tensor.shape, shape, strict=False):
-        fits = fits and (wanted is None or received == wanted)
-    if not fits:
+    received = tensor.shape
+    rows, columns = (*shape, None)[:2]
+    if (
+        len(received) != len(shape)
+        or (rows is not None and received[0] != rows)
+        or (columns is not None and received[1] != columns)
+    ):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        reject(name, f"shape {tuple(tensor.shape)}", f"{layout} = ({wanted}) for x {tuple(x.shape)}")
+        reject(name, f"shape {tuple(received)}", f"{layout} = ({wanted}) for x {tuple(x.shape)}")
     if tensor.dtype != x.dtype:
         reject(name, f"dtype {tensor.dtype}", f"{x.dtype}, the dtype of x")
     if tensor.device != x.device:

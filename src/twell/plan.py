@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
 
+import torch
+
 from ._checks import reject, require_choice
 from .backends import PATHS, Backend, Site, candidates, get_backend, registry_version
 
@@ -74,11 +76,6 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
     """
     override = os.environ.get(ENVIRONMENT_VARIABLE)
     wanted = Plan.parse(override) if override else (plan or _AUTO)
-    return _resolve(wanted, site, registry_version())
-
-
-@lru_cache(maxsize=1024)
-def _resolve(wanted: Plan, site: Site, registry: int) -> Plan:
     if wanted.path == "dense" and wanted.backend is None:
         return _DENSE
     named = wanted.backend is not None
@@ -93,6 +90,11 @@ def _resolve(wanted: Plan, site: Site, registry: int) -> Plan:
             return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
     _log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
     return _DENSE
+
+
+def resolution_state() -> tuple[str | None, int, int]:
+    """What `resolve` depends on besides its arguments: a key for caches of its results."""
+    return os.environ.get(ENVIRONMENT_VARIABLE), registry_version(), torch.get_num_threads()
 
 
 _AUTO = Plan()
