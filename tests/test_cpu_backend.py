@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twell import Plan, ffn, ffn_with_stats, reference
-from twell.kernels import cpu, cpu_choice
+from twell.kernels import cpu, cpu_choice, cpu_multiply
 from twell.kernels.cpu_weights import CpuSite
 from twell.synthetic import make_ffn
 
@@ -187,6 +187,17 @@ class TestMeasuredLimits:
             threads=1,
         )
         assert cpu_choice._row_limit.__wrapped__(site) == pytest.approx(0.2, abs=0.02)  # 0.9 = 0.1 + 4 d
+
+
+def test_measuring_the_machine_leaves_the_random_state_alone():
+    cpu_choice._row_limit.cache_clear()
+    cpu_choice._block_pays.cache_clear()
+    cpu_multiply._fastest.cache_clear()
+    before = torch.get_rng_state()
+    cpu_choice.row_limit(TestMeasuredLimits.SITE)
+    cpu_choice.block_pays(TestMeasuredLimits.SITE)
+    ffn(*make_ffn(4, 32, 96, 9).operands(), plan=cpu_plan("row"))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class TestNonFinite:

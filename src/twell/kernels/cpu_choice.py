@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from .args import FfnArgs
+from .cpu_multiply import probe_numbers
 from .cpu_paths import finish_block, finish_dense, finish_row, finish_single_row
 from .cpu_weights import CpuSite, WeightViews
 
@@ -118,38 +119,36 @@ def _block_pays(site: CpuSite) -> bool:
     return _seconds(layers, _block_finish, activated) <= _MARGIN * dense
 
 
-def _probe_layers(site: CpuSite) -> list[WeightViews]:
-    """Weights of `site`'s kind; several sets where a real model's would not be in the cache."""
+def _probe_layers(site: CpuSite) -> list[FfnArgs]:
+    """Operands of `site`'s kind; several sets where a real model's would not be in the cache."""
     sets = 4 if site.tokens < _COLD_TOKENS else 1
-    neuron_rows = torch.rand(site.neurons, site.hidden).to(site.dtype)
-    x = torch.rand(site.tokens, site.hidden).to(site.dtype)
+    neuron_rows = probe_numbers(site.neurons, site.hidden).to(site.dtype)
+    x = probe_numbers(site.tokens, site.hidden).to(site.dtype)
     layers = []
     for _ in range(sets):
         up = neuron_rows.clone()
         down = neuron_rows.clone().mT if site.neuron_major_down else neuron_rows.mT.contiguous()
         gate = up if site.gated else None
-        layers.append(WeightViews(FfnArgs(x, up, down, gate, None, None, None, Activation())))
+        layers.append(FfnArgs(x, up, down, gate, None, None, None, Activation()))
     return layers
 
 
 def _activations(site: CpuSite, density: float) -> Tensor:
-    drawn = torch.rand(site.tokens, site.neurons)
+    drawn = probe_numbers(site.tokens, site.neurons)
     activated = torch.where(drawn < density, 1.0 - drawn, 0.0)
     return activated.to(site.projection_dtype)
 
 
 def _seconds(
-    layers: list[WeightViews], finish: Callable[[WeightViews, Tensor], Tensor], activated: Tensor
+    layers: list[FfnArgs], finish: Callable[[WeightViews, Tensor], Tensor], activated: Tensor
 ) -> float:
-    """The least time of one finish over a few rounds through the layers."""
-    for weights in layers:
-        finish(weights, activated.clone())
+    """The least time of one finish over a few rounds through the layers, copies of weights included."""
     best = float("inf")
-    for _ in range(_PROBE_REPETITIONS):
+    for _ in range(1 + _PROBE_REPETITIONS):  # the first is slower: that is its warm-up
         copies = [activated.clone() for _ in layers]  # a dense finish works in place
         begun = time.perf_counter()
-        for weights, copy in zip(layers, copies, strict=True):
-            finish(weights, copy)
+        for args, copy in zip(layers, copies, strict=True):
+            finish(WeightViews(args), copy)
         best = min(best, time.perf_counter() - begun)
     return best / len(layers)
 

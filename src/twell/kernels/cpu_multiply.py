@@ -48,8 +48,8 @@ def _fastest(tokens: int, threads: int) -> Callable[[Tensor, Tensor], Tensor]:
     other = _onednn_vector if tokens == 1 else _weight_first
     if other is _onednn_vector and (_ONEDNN_LINEAR is None or not torch.backends.mkldnn.is_available()):
         return linear
-    x = torch.rand(tokens, _PROBE_HIDDEN)
-    weights = [torch.rand(_PROBE_NEURONS, _PROBE_HIDDEN)]
+    x = probe_numbers(tokens, _PROBE_HIDDEN)
+    weights = [probe_numbers(_PROBE_NEURONS, _PROBE_HIDDEN)]
     weights += [weights[0].clone() for _ in range(_PROBE_SETS - 1)]
     least = {linear: float("inf"), other: float("inf")}
     for _ in range(_PROBE_REPETITIONS):
@@ -59,6 +59,11 @@ def _fastest(tokens: int, threads: int) -> Callable[[Tensor, Tensor], Tensor]:
                 form(x, weight)
             least[form] = min(least[form], time.perf_counter() - begun)
     return other if least[other] <= _MUST_TAKE_AT_MOST * least[linear] else linear
+
+
+def probe_numbers(*shape: int) -> Tensor:
+    """float32 in [0, 1) that leave the caller's random state alone."""
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(0))
 
 
 def _weight_first(x: Tensor, weight: Tensor) -> Tensor:
