@@ -200,6 +200,33 @@ def test_measuring_the_machine_leaves_the_random_state_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_default_device_and_dtype_do_not_matter(tokens, dtype):
+    """Also in a fresh process: tensors made at import and by the probes must not follow the defaults."""
+    block = make_ffn(tokens, 32, 96, 9, dtype=dtype)
+    x, up, down, gate = block.operands()
+    operands = (x, up, down.mT.contiguous().mT, gate)
+    plain = [ffn_with_stats(*operands, plan=cpu_plan(path)) for path in PATHS]
+    cpu_choice._row_limit.cache_clear()
+    cpu_multiply._fastest.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            again = [ffn_with_stats(*operands, plan=cpu_plan(path)) for path in PATHS]
+            site = replace(TestMeasuredLimits.SITE, tokens=tokens, dtype=dtype)
+            assert 0 <= cpu_choice.row_limit(site) <= 0.3
+            same = make_ffn(tokens, 32, 96, 9, dtype=dtype, device="cpu")
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(block.operands(), same.operands(), strict=True):
+        assert torch.equal(one, other)
+    for (y, stats), (y_again, stats_again) in zip(plain, again, strict=True):
+        torch.testing.assert_close(y_again, y, rtol=1e-2, atol=1e-3)
+        assert torch.equal(stats_again.firing, stats.firing)
+
+
 class TestNonFinite:
     """A NaN or Inf that meets an active neuron reaches the output."""
 

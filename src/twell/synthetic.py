@@ -56,9 +56,9 @@ def firing_rates(
         reject("max_rate", max_rate, "a probability in (0, 1]")
     if not 0 <= sigma < float("inf"):
         reject("sigma", sigma, "a finite number >= 0")
-    shape = torch.exp(sigma * torch.randn(neurons, generator=generator, dtype=torch.float64))
+    shape = torch.exp(sigma * torch.randn(neurons, generator=generator, dtype=torch.float64, device="cpu"))
     alive = neurons - round(dead * neurons)
-    shape[torch.randperm(neurons, generator=generator)[alive:]] = 0
+    shape[torch.randperm(neurons, generator=generator, device="cpu")[alive:]] = 0
     if not 0 <= nnz <= alive * max_rate:
         reject(
             "nnz",
@@ -111,12 +111,12 @@ def make_ffn(
     dead = dead if dead is not None else (0.3 if realistic else 0.0)
     max_rate = max_rate if max_rate is not None else (0.5 if realistic else 1.0)
 
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     rates = firing_rates(neurons, nnz, sigma=sigma, dead=dead, max_rate=max_rate, generator=generator)
     quantile = torch.special.ndtri(1 - rates).clamp(-_NEVER, _NEVER).float()
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     x = normal(tokens, hidden)
     x[:, 0] = _BIAS_INPUT
@@ -161,7 +161,7 @@ class ActivationTrace:
         first = int(self.counts[:start].sum())
         counts = self.counts[start:stop]
         rows = torch.repeat_interleave(counts)
-        fired = torch.zeros(stop - start, self.neurons, dtype=torch.bool)
+        fired = torch.zeros(stop - start, self.neurons, dtype=torch.bool, device="cpu")
         fired[rows, self.indices[first : first + rows.numel()]] = True
         return fired
 

@@ -65,7 +65,7 @@ def _single_token(x: Tensor, path: str, weights: WeightViews, stats: Stats | Non
 
 def _chunks(x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: Stats | None) -> Tensor:
     chunk = max(_chunk_tokens(), block_rows)
-    y = torch.empty(x.shape[0], weights.output_size, dtype=x.dtype)
+    y = torch.empty(x.shape[0], weights.output_size, dtype=x.dtype, device=x.device)
     start = 0
     while start < x.shape[0]:
         stop = x.shape[0] if path == "dense" else start + chunk

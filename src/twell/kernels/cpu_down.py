@@ -42,5 +42,5 @@ def sum_all_rows(hidden: Tensor, down: Tensor) -> Tensor:
 @lru_cache(maxsize=16)
 def _all_rows(tokens: int, neurons: int, parts: int) -> tuple[Tensor, Tensor]:
     """Indices and bag starts that sum every row for every token, each sum cut into `parts` bags."""
-    starts = torch.arange(tokens * parts) * neurons // parts
-    return torch.arange(neurons).repeat(tokens), starts
+    starts = torch.arange(tokens * parts, device="cpu") * neurons // parts
+    return torch.arange(neurons, device="cpu").repeat(tokens), starts

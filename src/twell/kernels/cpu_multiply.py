@@ -63,7 +63,9 @@ def _fastest(tokens: int, threads: int) -> Callable[[Tensor, Tensor], Tensor]:
 
 def probe_numbers(*shape: int) -> Tensor:
     """float32 in [0, 1) that leave the caller's random state alone."""
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(0))
+    return torch.rand(
+        *shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    )
 
 
 def _weight_first(x: Tensor, weight: Tensor) -> Tensor:

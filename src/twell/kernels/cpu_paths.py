@@ -16,8 +16,8 @@ class Stats:
     """Running sums of the recorded statistics."""
 
     def __init__(self, neurons: int, dtype: torch.dtype) -> None:
-        self.l1 = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32))
-        self.firing = torch.zeros(neurons, dtype=torch.int64)
+        self.l1 = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device="cpu")
+        self.firing = torch.zeros(neurons, dtype=torch.int64, device="cpu")
 
     def add_hidden(self, hidden: Tensor) -> None:
         self.l1 += hidden.abs().sum(dtype=self.l1.dtype)

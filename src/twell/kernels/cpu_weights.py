@@ -20,7 +20,7 @@ _UPCAST_MIN_TOKENS = 16
 # Tokens from which one full copy of a weight (cast or transposed) beats gathering per chunk.
 _FULL_COPY_MIN_TOKENS = 256
 
-_ONE_BAG = torch.zeros(1, dtype=torch.int64)
+_ONE_BAG = torch.zeros(1, dtype=torch.int64, device="cpu")
 
 
 @dataclass(frozen=True, kw_only=True)

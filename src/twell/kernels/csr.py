@@ -25,7 +25,7 @@ class RowPattern:
         self.shape = shape
         self.flat = flat
         self.columns = flat - row * neurons
-        self.offsets = torch.searchsorted(row, torch.arange(rows + 1))
+        self.offsets = torch.searchsorted(row, torch.arange(rows + 1, device="cpu"))
 
     @classmethod
     def of(cls, active: Tensor, count: int) -> RowPattern:
@@ -53,8 +53,8 @@ class RowPattern:
     @cached_property
     def union_columns(self) -> Tensor:
         """int64 [nnz]: `columns` re-numbered as positions in `union`."""
-        position = torch.empty(self.shape[1], dtype=torch.int64)
-        position[self.union] = torch.arange(self.union.numel())
+        position = torch.empty(self.shape[1], dtype=torch.int64, device="cpu")
+        position[self.union] = torch.arange(self.union.numel(), device="cpu")
         return position.index_select(0, self.columns)
 
 
@@ -64,9 +64,10 @@ def sampled_dot(x: Tensor, weight: Tensor, pattern: RowPattern, columns: Tensor)
     samples = torch.sparse_csr_tensor(
         pattern.offsets,
         columns,
-        torch.zeros(columns.numel(), dtype=x.dtype),
+        torch.zeros(columns.numel(), dtype=x.dtype, device="cpu"),
         size=(x.shape[0], weight.shape[0]),
         check_invariants=False,
+        device="cpu",
     )
     return torch.sparse.sampled_addmm(samples, x, weight.mT, beta=0.0).values()
 
@@ -89,9 +90,10 @@ def sampled_dot_available() -> bool:
     """Whether this torch build has the sampled matrix product for CSR on the CPU."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one = torch.ones(1, 1)
+        one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         try:
-            csr = torch.sparse_csr_tensor([0, 1], [0], [0.0], size=(1, 1))
+            zero = one[0] * 0
+            csr = torch.sparse_csr_tensor([0, 1], [0], zero, size=(1, 1), device="cpu")
             return torch.sparse.sampled_addmm(csr, one, one, beta=0.0).values().item() == 1.0
         except RuntimeError:
             return False
