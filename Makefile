@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu lint format bench tables clean
+.PHONY: help setup demo test fuzz test-gpu lint format bench tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -26,6 +26,9 @@ demo: $(READY)  ## build a sparse block, check it, time it, plot it (CPU, under 
 
 test: $(READY)  ## run the tests that need no GPU
 	$(BIN)/python -m pytest -q
+
+fuzz: $(READY)  ## run the property tests with 2,000 examples each (about 3 minutes)
+	TWELL_HYPOTHESIS_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/formats
 
 test-gpu:  ## run the GPU tests with the interpreter that has CUDA torch (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu

@@ -177,16 +177,7 @@ class TestMeasuredLimits:
             return 1.0 if "dense" in finish.__name__ else 0.1 + 4.0 * density
 
         monkeypatch.setattr(cpu_choice, "_seconds", seconds)
-        site = CpuSite(
-            tokens=64,
-            hidden=8,
-            neurons=512,
-            dtype=torch.float64,
-            gated=True,
-            neuron_major_down=True,
-            threads=1,
-        )
-        assert cpu_choice._row_limit.__wrapped__(site) == pytest.approx(0.2, abs=0.02)  # 0.9 = 0.1 + 4 d
+        assert cpu_choice._row_limit.__wrapped__(self.SITE) == pytest.approx(0.2, abs=0.02)  # 0.9 = 0.1 + 4 d
 
 
 def test_measuring_the_machine_leaves_the_random_state_alone():
