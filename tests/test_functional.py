@@ -131,6 +131,39 @@ class TestGradients:
             torch.testing.assert_close(mine, true)
 
 
+class TestTransforms:
+    """The op has a reverse-mode rule only: forward mode and torch.func must not lose tangents."""
+
+    @pytest.mark.parametrize("plan", PLANS, **plan_ids)
+    def test_jvp(self, plan):
+        x, up, down, gate = operands(dtype=torch.float64)
+        tangent = torch.randn_like(x)
+        ours = torch.func.jvp(lambda t: ffn(t, up, down, gate, plan=plan), (x,), (tangent,))
+        stock = torch.func.jvp(lambda t: stock_dense(t, up, down, gate), (x,), (tangent,))
+        torch.testing.assert_close(ours, stock)
+        assert ours[1].abs().max() > 0
+
+    @pytest.mark.parametrize("plan", PLANS, **plan_ids)
+    def test_forward_ad(self, plan):
+        x, up, down, gate = operands()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            ours = torch.autograd.forward_ad.unpack_dual(ffn(dual, up, down, gate, plan=plan)).tangent
+            stock = torch.autograd.forward_ad.unpack_dual(stock_dense(dual, up, down, gate)).tangent
+        torch.testing.assert_close(ours, stock)
+
+    @pytest.mark.parametrize("plan", PLANS, **plan_ids)
+    def test_per_sample_gradients(self, plan):
+        x, up, down, gate = operands()
+
+        def loss(up, sample):
+            return ffn(sample, up, down, gate, plan=plan).square().sum()
+
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(up, x)
+        total = torch.func.grad(lambda up: stock_dense(x, up, down, gate).square().sum())(up)
+        torch.testing.assert_close(grads.sum(0), total, rtol=1e-4, atol=1e-5)
+
+
 class TestRegisteredOp:
     @pytest.mark.parametrize("path", ["auto", "row", "block", "dense"])
     @pytest.mark.parametrize("record", [False, True])
@@ -211,6 +244,11 @@ def _bad(**changes):
         (_bad(gate=None, gate_bias=torch.randn(32)), r"gate_bias: got a tensor without a gate"),
         (_bad(gate=torch.randn(32, 16).double()), r"gate: got dtype torch.float64; accepted: torch.float32"),
         (_bad(down=torch.randn(16, 32, device="meta")), r"down: got device meta; accepted: cpu"),
+        (_bad(x=torch.randn(6, 16).to_sparse()), r"x: got layout torch.sparse_coo; accepted: torch.strided"),
+        (
+            _bad(up=torch.randn(32, 16).to_sparse()),
+            r"up: got layout torch.sparse_coo; accepted: torch.strided",
+        ),
         (_bad(activation="silu"), r"activation: got 'silu'; accepted: 'relu' \| 'relu2'"),
         (_bad(activation="fatrelu(-1)"), r"activation"),
         (_bad(plan="row"), r"plan: got a str; accepted: a twell.Plan"),

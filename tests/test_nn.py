@@ -131,7 +131,8 @@ class TestProjectionsThatAreNotPlain:
     """Their own forward must run: reading `.weight` would silently drop what they add."""
 
     @pytest.mark.parametrize("gated", [True, False])
-    def test_wrapped(self, gated, caplog):
+    def test_wrapped(self, gated, caplog, monkeypatch):
+        monkeypatch.setattr("twell.plan._logged", set())
         mlp = SparseMLP(32, 96, gated=gated, record=True, plan=Plan(path="row"))
         x = torch.randn(4, 32)
         plain = mlp(x)
@@ -148,6 +149,31 @@ class TestProjectionsThatAreNotPlain:
         mlp.up_proj.register_forward_hook(lambda module, inputs, output: seen.append(output.shape))
         mlp(torch.randn(4, 32))
         assert seen == [(4, 96)]
+
+    def test_patched_forward(self):
+        mlp = SparseMLP(32, 96)
+        mlp.up_proj.forward = lambda x: torch.zeros(*x.shape[:-1], 96)
+        assert not mlp(torch.randn(4, 32)).any()
+
+    def test_backward_hook(self):
+        mlp = SparseMLP(32, 96)
+        seen = []
+        mlp.up_proj.register_full_backward_hook(lambda module, inputs, outputs: seen.append(module))
+        mlp(torch.randn(4, 32)).sum().backward()
+        assert seen == [mlp.up_proj]
+
+    def test_offloaded_by_accelerate(self):
+        accelerate = pytest.importorskip("accelerate")
+        mlp = SparseMLP(32, 96)
+        x = torch.randn(4, 32)
+        plain = mlp(x)
+        accelerate.cpu_offload(mlp, execution_device=torch.device("cpu"))
+        torch.testing.assert_close(mlp(x), plain)
+
+    def test_a_wrapped_down_projection_saves_contiguous(self):
+        mlp = SparseMLP(32, 96)
+        mlp.down_proj = _Doubled(mlp.down_proj)
+        assert mlp.state_dict()["down_proj.inner.weight"].is_contiguous()
 
     def test_parametrised(self):
         mlp = SparseMLP(32, 96)
@@ -173,6 +199,37 @@ def test_repr_says_what_it_is():
     assert "non-gated" in text
     assert "fatrelu(0.5)" in text
     assert "path='row'" in text
+
+
+def test_stock_strides_on_request():
+    mlp = SparseMLP(32, 96, neuron_major=False)
+    stock = llama_mlp()
+    mlp.load_state_dict(stock.state_dict(), assign=True)
+    assert all(parameter.is_contiguous() for parameter in mlp.parameters())
+    x = torch.randn(4, 32)
+    for plan in PLANS:
+        mlp.plan = plan
+        torch.testing.assert_close(mlp(x), stock(x))
+
+
+def test_switching_the_record_off_forgets_the_statistics():
+    mlp = SparseMLP(32, 96, record=True)
+    mlp(torch.randn(2, 32))
+    mlp.record = False
+    mlp(torch.randn(2, 32))
+    assert mlp.last_stats is None
+
+
+def test_meta_device():
+    mlp = SparseMLP(32, 96, device="meta")
+    assert mlp(torch.empty(2, 32, device="meta")).shape == (2, 32)
+
+
+def test_bad_options():
+    with pytest.raises(ValueError, match=r"plan: got a str; accepted: a twell.Plan"):
+        SparseMLP(32, 96, plan="row")
+    with pytest.raises(ValueError, match="gate_bias: got True; accepted: None or False"):
+        SparseMLP(32, 96, gated=False, gate_bias=True)
 
 
 @pytest.mark.parametrize("sizes", [(0, 96), (32, -1), (32.0, 96)])

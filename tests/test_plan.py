@@ -44,7 +44,7 @@ def register():
     [
         ("dense", Plan(path="dense")),
         ("block,rows=16", Plan(path="block", block_rows=16)),
-        ("row, backend=cpu", Plan(path="row", backend="cpu")),
+        ("row , backend = cpu", Plan(path="row", backend="cpu")),
     ],
 )
 def test_parse(text, plan):
@@ -90,7 +90,7 @@ def test_environment_overrides_the_plan(monkeypatch):
     monkeypatch.setenv("TWELL_PLAN", "block,rows=32")
     assert resolve(Plan(path="row"), site()) == Plan(path="block", block_rows=32, backend="cpu")
     monkeypatch.setenv("TWELL_PLAN", "nonsense")
-    with pytest.raises(ValueError, match="path: got 'nonsense'"):
+    with pytest.raises(ValueError, match="environment variable TWELL_PLAN='nonsense': path: got 'nonsense'"):
         resolve(None, site())
 
 

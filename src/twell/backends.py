@@ -17,7 +17,7 @@ from .kernels.args import FfnArgs, FfnOutput
 from .kernels.cpu import cpu_forward
 from .kernels.cpu_choice import sparse_can_pay
 from .kernels.cpu_weights import CpuSite
-from .kernels.csr import sampled_dot_available
+from .kernels.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.dense import dense_backward, dense_forward
 
 PATHS = ("auto", "dense", "row", "block")
@@ -120,7 +120,7 @@ def candidates() -> tuple[Backend, ...]:
 def _cpu_refusal(site: Site) -> str | None:
     if site.device_type != "cpu":
         return f"the tensors are on {site.device_type!r}, not on the CPU"
-    if not sampled_dot_available():
+    if not SAMPLED_DOT_AVAILABLE:
         return "this torch build has no sampled matrix product for CSR tensors on the CPU"
     return None
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._checks import FLOAT_DTYPES, reject
 from .activations import Activation
@@ -15,7 +16,7 @@ from .backends import Site
 from .kernels.args import FfnArgs, FfnOutput
 from .kernels.dense import dense_forward
 from .ops import ffn_op
-from .plan import Plan, resolution_state, resolve
+from .plan import Plan, log_once, resolution_state, resolve
 
 
 class FfnStats(NamedTuple):
@@ -78,8 +79,8 @@ def ffn_with_stats(
     """`ffn`, and the call's L1, L0 and firing counts, gathered in the same pass."""
     tensors = (x, up, down, gate, up_bias, down_bias, gate_bias)
     output = _run(tensors, activation, plan, record=True)
-    tokens = max(x.numel() // x.shape[-1], 1)
-    l0 = output.firing.sum() / tokens
+    tokens = max(x.numel() // max(x.shape[-1], 1), 1)
+    l0 = output.firing.sum().to(output.l1.dtype) / tokens
     return output.y, FfnStats(l1=output.l1, l0=l0, firing=output.firing)
 
 
@@ -96,7 +97,7 @@ def _run(
     if not isinstance(x, Tensor):
         reject("x", f"a {type(x).__name__}", "a floating-point torch.Tensor [..., D]")
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         tensors = tuple(_autocast(tensor, dtype) for tensor in tensors)
         with torch.autocast(device_type, enabled=False):
@@ -110,6 +111,8 @@ def _dispatch(
     _validate(*tensors)
     x, up, down, gate, *_ = tensors
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if _transformed():
+        return _shaped(dense_forward(FfnArgs(_flat(x), *tensors[1:], activation), record), x, down)
     path, block_rows, backend = _resolve_constant(
         None if plan is None else plan.spec,
         x.device.type,
@@ -121,21 +124,46 @@ def _dispatch(
         gate is not None,
         training,
     )
-    flat = (x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), *tensors[1:])
+    flat = (_flat(x), *tensors[1:])
     if path == "dense" and backend == "dense":
         output = dense_forward(FfnArgs(*flat, activation), record)
     else:
         y, l1, firing = ffn_op(*flat, activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
+    return _shaped(output, x, down)
+
+
+def _flat(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _shaped(output: FfnOutput, x: Tensor, down: Tensor) -> FfnOutput:
+    """`output` with x's leading dimensions."""
     if x.dim() == 2:
         return output
     return output._replace(y=output.y.reshape(*x.shape[:-1], down.shape[0]))
 
 
-@torch.compiler.assume_constant_result
+def _transformed() -> bool:
+    """Whether a function transform (jvp, vmap, grad) or forward-mode differentiation is on.
+
+    The registered op has a reverse-mode rule only; behind it a tangent would silently become zero.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        log_once("running dense: inside a torch.func transform or forward-mode differentiation")
+        return True
+    return False
+
+
 def _resolve_constant(*call: str | torch.dtype | int | bool | None) -> tuple[str, int, str]:
     """`resolve` on and to plain constants: under torch.compile it runs, and logs, once per trace."""
     return _resolve_cached(resolution_state(), *call)
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler (2 s) with twell.
+_resolve_constant._dynamo_marked_constant = True
 
 
 @lru_cache(maxsize=4096)
@@ -191,6 +219,8 @@ def _validate(
         reject("x", f"dtype {x.dtype}", ", ".join(map(str, FLOAT_DTYPES)))
     if x.dim() < 1:
         reject("x", "a 0-D tensor", "shape [..., D]")
+    if x.layout != torch.strided:
+        reject("x", f"layout {x.layout}", "torch.strided, a dense tensor")
     _check_operand("up", up, x, (None, x.shape[-1]), "[H, D]")
     neurons = up.shape[0]
     _check_operand("down", down, x, (None, neurons), "[D, H]")
@@ -221,5 +251,7 @@ def _check_operand(name: str, tensor: Tensor, x: Tensor, shape: tuple[int | None
         reject(name, f"shape {tuple(received)}", f"{layout} = ({wanted}) for x {tuple(x.shape)}")
     if tensor.dtype != x.dtype:
         reject(name, f"dtype {tensor.dtype}", f"{x.dtype}, the dtype of x")
+    if tensor.layout != torch.strided:
+        reject(name, f"layout {tensor.layout}", "torch.strided, a dense tensor")
     if tensor.device != x.device:
         reject(name, f"device {tensor.device}", f"{x.device}, the device of x")

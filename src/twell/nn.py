@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._checks import require_positive_int
+from ._checks import reject, require_positive_int
 from .activations import Activation
 from .functional import FfnStats, ffn, ffn_with_stats
-from .plan import Plan
-
-_log = logging.getLogger("twell")
+from .plan import Plan, log_once
 
 
 class SparseMLP(nn.Module):
@@ -30,6 +27,12 @@ class SparseMLP(nn.Module):
     bias:         biases on all projections; gate_bias, up_bias and down_bias override it one by one.
     plan:         how to execute; None decides by itself.
     record:       keep `last_stats` (L1, L0, firing counts) of every forward; may be changed any time.
+                  Under reentrant checkpointing its L1 carries no gradient; use_reentrant=False keeps it.
+    neuron_major: store `down_proj.weight` as described. False keeps stock strides, which sparse paths
+                  read more slowly but FSDP2 and other tools that want contiguous parameters accept.
+
+    Because of the layout `state_dict()["down_proj.weight"]` is a copy, not an alias of the parameter: change
+    weights through the parameters or `load_state_dict`, not in place through a state dict.
     """
 
     def __init__(
@@ -45,12 +48,17 @@ class SparseMLP(nn.Module):
         down_bias: bool | None = None,
         plan: Plan | None = None,
         record: bool = False,
+        neuron_major: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         require_positive_int("hidden_size", hidden_size)
         require_positive_int("intermediate_size", intermediate_size)
+        if plan is not None and not isinstance(plan, Plan):
+            reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
+        if gate_bias and not gated:
+            reject("gate_bias", gate_bias, "None or False for a non-gated block")
 
         def projection(inputs: int, outputs: int, biased: bool | None) -> nn.Linear:
             biased = bias if biased is None else biased
@@ -61,11 +69,13 @@ class SparseMLP(nn.Module):
         self.activation = Activation.parse(activation)
         self.plan = plan
         self.record = record
+        self.neuron_major = neuron_major
         self.last_stats: FfnStats | None = None
         self.gate_proj = projection(hidden_size, intermediate_size, gate_bias) if gated else None
         self.up_proj = projection(hidden_size, intermediate_size, up_bias)
         self.down_proj = projection(intermediate_size, hidden_size, down_bias)
-        _store_neuron_major(self.down_proj)
+        if neuron_major:
+            _store_neuron_major(self.down_proj)
         self.register_load_state_dict_post_hook(_restore_layout)
         self.register_state_dict_post_hook(_export_layout)
 
@@ -87,6 +97,8 @@ class SparseMLP(nn.Module):
             "plan": self.plan,
         }
         if not self.record:
+            if self.last_stats is not None:
+                self.last_stats = None
             return ffn(*operands, **options)
         y, self.last_stats = ffn_with_stats(*operands, **options)
         return y
@@ -97,18 +109,20 @@ class SparseMLP(nn.Module):
             projection is None
             or (
                 type(projection) is nn.Linear
+                and "forward" not in projection.__dict__
                 and not projection._forward_hooks
                 and not projection._forward_pre_hooks
+                and not projection._backward_hooks
+                and not projection._backward_pre_hooks
             )
             for projection in (self.gate_proj, self.up_proj, self.down_proj)
         )
 
     def _forward_through_modules(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling() and not getattr(self, "_logged_modules", False):
-            self._logged_modules = True
-            _log.warning(
-                "twell: running dense: a projection of this SparseMLP is not a plain nn.Linear "
-                "(wrapped, parametrised or hooked), so its own forward is called"
+        if not torch.compiler.is_compiling():
+            log_once(
+                "running dense: a projection of a SparseMLP is not a plain nn.Linear (wrapped, "
+                "parametrised, patched or hooked), so its own forward is called"
             )
         up = self.up_proj(x)
         activated = self.activation(self.gate_proj(x) if self.gated else up)
@@ -140,15 +154,16 @@ def _store_neuron_major(down: nn.Linear) -> None:
 
 def _restore_layout(module: SparseMLP, incompatible_keys: Any) -> None:
     # load_state_dict(assign=True) puts the stock tensor in the parameter's place.
-    if type(module.down_proj) is nn.Linear:
+    if module.neuron_major and type(module.down_proj) is nn.Linear:
         _store_neuron_major(module.down_proj)
 
 
 def _export_layout(
     module: SparseMLP, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    key = f"{prefix}down_proj.weight"
-    weight = state.get(key)
-    # With keep_vars=True the caller wants the parameter object itself.
-    if isinstance(weight, Tensor) and not isinstance(weight, nn.Parameter):
-        state[key] = weight.contiguous()
+    # The weight sits deeper once down_proj is wrapped, so look at all that is below it.
+    for key in [key for key in state if key.startswith(f"{prefix}down_proj.")]:
+        value = state[key]
+        # With keep_vars=True the caller wants the parameter object itself.
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            state[key] = value.contiguous()

@@ -58,7 +58,7 @@ class Plan:
         path, *options = (part.strip() for part in text.split(","))
         fields: dict[str, str | int] = {"path": path}
         for option in options:
-            key, _, value = option.partition("=")
+            key, _, value = (part.strip() for part in option.partition("="))
             if key == "backend":
                 fields["backend"] = value
             elif key == "rows" and value.isdecimal():
@@ -75,7 +75,7 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
     backend or path cannot run, the dense path does, and one log line per reason says so.
     """
     override = os.environ.get(ENVIRONMENT_VARIABLE)
-    wanted = Plan.parse(override) if override else (plan or _AUTO)
+    wanted = _parse_override(override) if override else (plan or _AUTO)
     if wanted.path == "dense" and wanted.backend is None:
         return _DENSE
     named = wanted.backend is not None
@@ -88,8 +88,15 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
             return _DENSE
         else:
             return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
-    _log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
+    log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
     return _DENSE
+
+
+def _parse_override(text: str) -> Plan:
+    try:
+        return Plan.parse(text)
+    except ValueError as error:
+        raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}={text!r}: {error}") from None
 
 
 def resolution_state() -> tuple[str | None, int, int]:
@@ -107,7 +114,8 @@ def _worth_trying(backend: Backend, site: Site) -> bool:
     return backend.worthwhile(site) and (backend.backward is not None or not site.training)
 
 
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """One warning per process and message: fallbacks are never silent, and never noisy."""
     if message not in _logged:
         _logged.add(message)
         _log.warning("twell: %s", message)

@@ -195,3 +195,9 @@ def test_bad_input_is_refused_by_name(dense, rows, message):
 def test_to_refuses_a_dtype_that_is_not_floating_point():
     with pytest.raises(ValueError, match=r"^dtype: got torch\.int8; accepted: torch\.float32, .*float16"):
         BlockTwELL.pack(DENSE).to(torch.int8)
+
+
+@pytest.mark.parametrize("device", [torch.zeros(1), 1.5, object()], ids=["tensor", "float", "object"])
+def test_a_device_that_is_none_is_refused(device):
+    with pytest.raises(ValueError, match=r"device: got a .*; accepted: a torch.device"):
+        BlockTwELL.pack(torch.eye(4)).to(device)

@@ -49,8 +49,8 @@ def run_demo(*, output: Path, hidden: int, neurons: int, density: float, tokens:
     speedups = {_label(c): c.speedup("auto") for c in comparisons}
     subtitle = f"CPU, fp32, D {hidden}, H {neurons}, {density:.1%} of neurons active, outputs checked"
     plot = output / "speedup.png"
-    speedup_bars(speedups, plot, title="Sparse feed-forward on the CPU", subtitle=subtitle)
     write_records(output / "records.jsonl", [_record(c) for c in comparisons])
+    speedup_bars(speedups, plot, title="Sparse feed-forward on the CPU", subtitle=subtitle)
     console.print(f"plot: {plot}\nrecords: {output / 'records.jsonl'}")
 
 
@@ -128,7 +128,7 @@ def _check_exactness(console: Console, mlp: SparseMLP, block: SyntheticFfn) -> N
 def _time(console: Console, hidden: int, neurons: int, density: float, tokens: int) -> list[FfnComparison]:
     cases = [
         FfnCase(tokens=count, hidden=hidden, neurons=neurons, nnz=density * neurons)
-        for count in (tokens, *reversed(_DECODE_TOKENS))
+        for count in sorted({tokens, *_DECODE_TOKENS}, reverse=True)
     ]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:

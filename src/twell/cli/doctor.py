@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import torch
@@ -10,6 +11,7 @@ from rich.table import Table
 
 from ..backends import Site, backend_names, get_backend
 from ..measure import hardware, versions
+from ..plan import ENVIRONMENT_VARIABLE, Plan
 
 _EXTRAS = {
     "plot": ("matplotlib",),
@@ -38,6 +40,10 @@ def run_doctor() -> None:
             verdicts.append("[green]can run[/]" if reason is None else f"[yellow]no:[/] {reason}")
         table.add_row(name, ", ".join(sorted(backend.paths)), *verdicts)
     console.print(table)
+
+    override = os.environ.get(ENVIRONMENT_VARIABLE)
+    if override:
+        console.print(f"{ENVIRONMENT_VARIABLE} overrides every plan: {Plan.parse(override)}\n")
 
     table = Table(title="Extras", title_justify="left")
     table.add_column("extra")

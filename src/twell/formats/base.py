@@ -62,6 +62,8 @@ class PackedMatrix(ABC):
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
+        if device is not None and not isinstance(device, torch.device | str | int):
+            reject("device", f"a {type(device).__name__}", "a torch.device, its name, or None")
         moved = self
         if device is not None:
             changes = {name: tensor.to(device) for name, tensor in self.tensors().items()}

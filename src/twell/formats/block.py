@@ -13,7 +13,7 @@ from .._checks import require_matrix, require_positive_int
 from .base import PackedMatrix, canonical_zeros
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class BlockTwELL(PackedMatrix):
     """Block TwELL: per block of `rows` tokens, the union of active neurons and their values.
 

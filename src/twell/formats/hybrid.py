@@ -14,7 +14,7 @@ from .._checks import reject, require_choice, require_matrix
 from .base import PackedMatrix, canonical_zeros
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Hybrid(PackedMatrix):
     """The training format: what forward saves for backward.
 
@@ -155,7 +155,7 @@ class Hybrid(PackedMatrix):
         return self._describe(*details)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class HybridTransposed(PackedMatrix):
     """The neuron-major form of `Hybrid`, which the weight gradients read.
 

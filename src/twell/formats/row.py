@@ -14,7 +14,7 @@ from .base import PackedMatrix
 MAX_COLUMNS = 65_535  # a word holds a 16-bit neuron index
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class TwELL(PackedMatrix):
     """Row TwELL, the paper's inference format.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from functools import cached_property, lru_cache
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,7 +60,6 @@ class RowPattern:
 
 def sampled_dot(x: Tensor, weight: Tensor, pattern: RowPattern, columns: Tensor) -> Tensor:
     """[nnz]: dot(x[row], weight[column]) for every entry of the pattern; x [m, D], weight [K, D]."""
-    sampled_dot_available()  # consumes torch's one-time "CSR is beta" warning
     samples = torch.sparse_csr_tensor(
         pattern.offsets,
         columns,
@@ -85,15 +84,17 @@ def weighted_row_sum(weight: Tensor, scale: Tensor, pattern: RowPattern, columns
     return bags[0]
 
 
-@lru_cache(maxsize=1)
-def sampled_dot_available() -> bool:
-    """Whether this torch build has the sampled matrix product for CSR on the CPU."""
+def _try_sampled_dot() -> bool:
+    """Whether this torch build has the product; also consumes its one-time "CSR is beta" warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
         try:
-            zero = one[0] * 0
-            csr = torch.sparse_csr_tensor([0, 1], [0], zero, size=(1, 1), device="cpu")
+            csr = torch.sparse_csr_tensor([0, 1], [0], one[0] * 0, size=(1, 1), device="cpu")
             return torch.sparse.sampled_addmm(csr, one, one, beta=0.0).values().item() == 1.0
         except RuntimeError:
             return False
+
+
+# Tried at import: a later first call might come under a fake-tensor mode, a trace or a transform.
+SAMPLED_DOT_AVAILABLE = _try_sampled_dot()
