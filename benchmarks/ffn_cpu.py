@@ -85,7 +85,7 @@ def main() -> None:
     rows: list[Record] = []
     for case, headline in track(list(cases()), "measuring", console=console):
         slow = case.tokens >= 512
-        repetitions = 3 if quick else (11 if slow else 25)
+        repetitions = 3 if quick else (9 if slow else 21)
         comparison = measure(case, headline, repetitions)
         rows.extend(records(comparison))
         gains = ", ".join(

@@ -34,13 +34,13 @@ _FLOPS_PER_CORE = 60e9
 # 0.25 ms on the former machine, 0.28 on the latter, where 1 token at D 1024, H 4096 takes 0.26 ms densely.
 _SPARSE_OVERHEAD_SECONDS = 0.4e-3
 
-_LIMIT_CEILING = 0.3  # the probes end at 10%: do not extrapolate far beyond
+_LIMIT_CEILING = 0.25  # the probes end at 10%: do not extrapolate far beyond
 _MARGIN = 0.9  # a sparse path must be expected to take at most this share of the dense time
 _PROBE_HIDDEN, _PROBE_NEURONS = 1024, 2048
 _PROBE_DENSITIES = (0.01, 0.1)
 _PROBE_UNION = 0.25  # share of neurons that the block path is probed with
 _PROBE_REPETITIONS = 5
-_PROBE_BUCKETS = (1, 4, 32, 256)  # tokens that stand for themselves and all up to the next
+_PROBE_BUCKETS = (1, 4, 16, 64, 256)  # tokens that stand for themselves and all up to the next
 _COLD_TOKENS = 64  # below, weights come from memory, so a probe rotates among several sets
 _MANY_TOKENS = 64  # the block path needs full blocks
 
