@@ -218,6 +218,21 @@ def test_default_device_and_dtype_do_not_matter(tokens, dtype):
         assert torch.equal(stats_again.firing, stats.firing)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 3, 8])
+def test_16_bit_sums_round_once(dtype, tokens):
+    """Large terms that cancel: partial sums kept in 16 bits would lose what is left."""
+    down = torch.zeros(8, 64)
+    down[:, 0], down[:, 1], down[:, 8] = 1000.0, 1.25, -1000.0
+    operands = (torch.ones(tokens, 64), torch.eye(64), down.mT.contiguous().mT)
+    operands = tuple(t.to(dtype) for t in operands)
+    for plan in (Plan(path="dense"), *(cpu_plan(path) for path in PATHS)):
+        with torch.no_grad():
+            y = ffn(*operands, plan=plan)
+        assert y.shape == (tokens, 8)
+        assert (y == 1.25).all()
+
+
 class TestNonFinite:
     """A NaN or Inf that meets an active neuron reaches the output."""
 

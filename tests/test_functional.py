@@ -111,6 +111,21 @@ class TestGradients:
         for name, mine, theirs, true in zip(names, ours, stock, exact, strict=True):
             assert_accurate(mine, true, theirs, name)
 
+    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.3)"])
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_infinite_gradients_are_masked_as_stock_masks_them(self, activation, gated):
+        x, up, down, gate = operands(gated=gated)
+        down[3, 5] = float("inf")
+
+        def gradients(function):
+            tensors = [t.clone().requires_grad_() for t in (x, up, down, gate) if t is not None]
+            return torch.autograd.grad(function(*tensors).sum(), tensors)
+
+        ours = gradients(lambda *t: ffn(*t, activation=activation, plan=Plan(path="row")))
+        stock = gradients(lambda *t: stock_dense(*t, activation=activation))
+        for mine, theirs in zip(ours, stock, strict=True):
+            assert (mine.isnan() <= theirs.isnan()).all()
+
     @pytest.mark.parametrize("frozen", ["x", "up", "down", "gate"])
     def test_frozen_operands_get_no_gradient(self, frozen):
         tensors = dict(zip(("x", "up", "down", "gate"), operands(), strict=True))

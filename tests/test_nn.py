@@ -73,6 +73,15 @@ def test_layout_survives(move):
     assert neuron_major(move(SparseMLP(32, 96)))
 
 
+def test_loading_keeps_the_parameter_that_optimisers_hold():
+    mlp = SparseMLP(32, 96)
+    mlp.down_proj.weight.data = mlp.down_proj.weight.data.contiguous()
+    held = mlp.down_proj.weight
+    mlp.load_state_dict(mlp.state_dict())
+    assert mlp.down_proj.weight is held
+    assert neuron_major(mlp)
+
+
 def test_an_optimiser_step_keeps_layout_and_reduces_loss():
     mlp = SparseMLP(32, 96, bias=True, record=True)
     optimiser = torch.optim.AdamW(mlp.parameters(), lr=1e-2)

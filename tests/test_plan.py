@@ -133,6 +133,11 @@ def test_later_backends_win_and_their_forward_and_backward_run(register):
     assert calls == ["forward auto 0", "backward"]
 
 
+def test_a_backend_that_does_not_want_to_leaves_room_for_others(register):
+    register("unwilling", worthwhile=lambda site: False)
+    assert resolve(None, site()) == Plan(path="auto", backend="cpu")
+
+
 def test_registry_rejects_duplicates_and_unknown_paths(register):
     with pytest.raises(ValueError, match=r"backend.name: got 'cpu'"):
         register("cpu")

@@ -78,12 +78,14 @@ class Activation:
             return pre.relu_().square_()
         return pre.masked_fill_(self._inactive(pre), 0.0)
 
+    def backward(self, grad: Tensor, pre: Tensor) -> Tensor:
+        """The gradient of `pre` from that of the activation; masked as autograd does it, so that an Inf
+        in `grad` does not turn into NaN where the activation is inactive."""
+        return torch.where(self._inactive(pre), 0.0, grad * (2 * pre) if self.name == "relu2" else grad)
+
     def derivative(self, pre: Tensor) -> Tensor:
         """d act / d pre, elementwise, as autograd gives it (0 at the kink, NaN counted as active)."""
-        inactive = self._inactive(pre)
-        if self.name == "relu2":
-            return torch.where(inactive, 0.0, 2 * pre)
-        return torch.where(inactive, 0.0, torch.ones_like(pre))
+        return self.backward(torch.ones_like(pre), pre)
 
     def _inactive(self, pre: Tensor) -> Tensor:
         # torch rounds the scalar to the tensor's dtype first, possibly up past values that are above it.

@@ -219,6 +219,8 @@ def _validate(
         reject("x", f"dtype {x.dtype}", ", ".join(map(str, FLOAT_DTYPES)))
     if x.dim() < 1:
         reject("x", "a 0-D tensor", "shape [..., D]")
+    if x.shape[-1] == 0:
+        reject("x", f"shape {tuple(x.shape)}", "at least one feature in the last dimension")
     if x.layout != torch.strided:
         reject("x", f"layout {x.layout}", "torch.strided, a dense tensor")
     _check_operand("up", up, x, (None, x.shape[-1]), "[H, D]")

@@ -129,7 +129,7 @@ class SparseMLP(nn.Module):
         hidden = activated * up if self.gated else activated
         if self.record:
             tokens = max(x.numel() // x.shape[-1], 1)
-            firing = (activated.detach() != 0).flatten(0, -2).sum(dim=0)
+            firing = (activated.detach() != 0).reshape(-1, activated.shape[-1]).sum(dim=0)
             l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32)) / tokens
             self.last_stats = FfnStats(l1=l1, l0=firing.sum() / tokens, firing=firing)
         return self.down_proj(hidden)
@@ -148,8 +148,8 @@ def _store_neuron_major(down: nn.Linear) -> None:
     """Lay `down.weight` [D, H] out so that its transpose is contiguous; the shape stays."""
     weight = down.weight
     if not weight.mT.is_contiguous():
-        rows = weight.detach().mT.contiguous()
-        down.weight = nn.Parameter(rows.mT, requires_grad=weight.requires_grad)
+        # Through .data: optimisers and tied modules keep holding the same Parameter.
+        weight.data = weight.data.mT.contiguous().mT
 
 
 def _restore_layout(module: SparseMLP, incompatible_keys: Any) -> None:

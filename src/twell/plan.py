@@ -79,16 +79,17 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
     if wanted.path == "dense" and wanted.backend is None:
         return _DENSE
     named = wanted.backend is not None
-    reasons = []
+    reasons, chosen_dense = [], False
     for backend in (get_backend(wanted.backend),) if named else candidates():
         reason = backend.refuses(site, wanted.path)
         if reason is not None:
             reasons.append(f"backend {backend.name!r}: {reason}")
         elif wanted.path == "auto" and not named and not _worth_trying(backend, site):
-            return _DENSE
+            chosen_dense = True
         else:
             return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
-    log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
+    if not chosen_dense:
+        log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
     return _DENSE
 
 

@@ -172,6 +172,9 @@ def load_trace(path: str | os.PathLike[str], neurons: int = 5632) -> ActivationT
         missing = {"cnt", "idx"} - set(archive.files)
         if missing:
             reject("path", f"{path} with arrays {archive.files}", "an .npz with arrays cnt and idx")
+        for name in ("cnt", "idx"):
+            if archive[name].dtype.kind != "u":
+                reject("path", f"{path}: {name} of dtype {archive[name].dtype}", "unsigned integers")
         counts = torch.from_numpy(archive["cnt"].astype(np.int64))
         indices = torch.from_numpy(archive["idx"].astype(np.int64))
     if int(counts.sum()) != indices.numel():

@@ -41,7 +41,7 @@ def cpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
     block_rows:  tokens per block of the block path; 0 means the default.
     """
     tokens, neurons = args.x.shape[0], args.up.shape[0]
-    weights = WeightViews(args)
+    weights = WeightViews(args, tuned=path == "auto")
     stats = Stats(neurons, args.x.dtype) if record else None
     if path == "auto" and not cpu_choice.sparse_can_pay(weights.site):
         path = "dense"
@@ -58,7 +58,7 @@ def _single_token(x: Tensor, path: str, weights: WeightViews, stats: Stats | Non
     activated = weights.activate_selector(x)
     neurons = activated[0].nonzero().squeeze(1)
     density = neurons.numel() / max(activated.shape[1], 1)
-    if path == "auto" and density > cpu_choice.row_limit(weights.site):
+    if path == "auto" and not cpu_choice.row_wins(neurons.numel(), density, weights.site):
         return finish_dense(x, activated, weights, stats)
     return finish_single_row(x, activated, neurons, weights, stats)
 

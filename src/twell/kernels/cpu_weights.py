@@ -60,13 +60,16 @@ class CpuSite:
 class WeightViews:
     """The weights of one call, in the forms its chunks ask for; copies are made once, when needed.
 
+    tuned: products may take the form that is fastest on this machine; a named path does not, so that its
+    results depend on torch alone.
     wide_dtype: what the row and block paths compute in; float32 for bf16 and fp16 inputs. Whole
     projections return wide_dtype too, except for a few 16-bit tokens, where casts would cost more than
     they bring and the input's dtype is kept as stock PyTorch keeps it.
     """
 
-    def __init__(self, args: FfnArgs) -> None:
+    def __init__(self, args: FfnArgs, *, tuned: bool) -> None:
         self._args = args
+        self._tuned = tuned
         self._copies: dict[str, Tensor] = {}
         self.x = args.x
         self.gated = args.gate is not None
@@ -102,7 +105,7 @@ class WeightViews:
     def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.site.upcast:
             weight = self._copy(f"{name}:wide", lambda: weight.to(self.wide_dtype))
-        product = multiply(x.to(weight.dtype), weight)
+        product = multiply(x.to(weight.dtype), weight, self._tuned)
         return product if bias is None else product.add_(bias)
 
     # Neuron-major rows [K, D] for the row path, with the column numbers that address them.

@@ -45,9 +45,9 @@ def dense_backward(
         grad_hidden = grad_hidden + hidden.sign() * (grad_l1 / max(x.shape[0], 1)).to(x.dtype)
     if gate is None:
         grad_gate_pre = None
-        grad_up = grad_hidden * activation.derivative(pre)
+        grad_up = activation.backward(grad_hidden, pre)
     else:
-        grad_gate_pre = grad_hidden * up * activation.derivative(pre)
+        grad_gate_pre = activation.backward(grad_hidden * up, pre)
         grad_up = grad_hidden * activated
 
     grad_x = None
