@@ -29,9 +29,9 @@ def sum_all_rows(hidden: Tensor, down: Tensor) -> Tensor:
     """
     tokens, neurons = hidden.shape
     outputs = down.shape[0]
-    # Bags are what runs in parallel: cut the rows of very few tokens into parts, each a bag of its own. Cold
-    # weights, 2 Zen 3 cores, 1 / 2 / 4 / 8 parts: 1 token 1.09 / 0.64 / 0.64 / 0.89 ms, 2 tokens 0.83 / 0.81 /
-    # 0.90 / 1.02, 3 tokens 1.20 / 1.08 / 1.18 / 1.47.
+    # Bags are what runs in parallel: cut the rows of very few tokens into parts, each a bag of its own.
+    # Cold weights, 2 Zen 3 cores, 1 / 2 / 4 / 8 parts: 1 token 1.09 / 0.64 / 0.64 / 0.89 ms, 2 tokens
+    # 0.83 / 0.81 / 0.90 / 1.02, 3 tokens 1.20 / 1.08 / 1.18 / 1.47.
     parts = 2 if tokens < 4 and outputs % 2 == 0 else 1
     row = torch.arange(neurons, device="cpu") * parts
     part = torch.arange(parts, device="cpu").unsqueeze(1)
