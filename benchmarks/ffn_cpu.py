@@ -5,7 +5,7 @@ and, at 1% active, the explicit paths and torch.compile'd dense run interleaved,
 compared with the float64 oracle in the same run. Few-token cases rotate among enough blocks that the
 weights are never in the cache. Run it on an idle machine:
 
-    python benchmarks/ffn_cpu.py [--quick]
+    python benchmarks/ffn_cpu.py [--quick] [--tokens N]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 
 from twell import Plan
-from twell.measure import Record, make_record, write_records
+from twell.measure import Record, make_record, read_records, write_records
 from twell.measure.ffn import BASELINE, COMPILED, FfnCase, FfnComparison, compare_ffn
 
 RESULTS = Path(__file__).parent / "results" / "ffn_cpu.jsonl"
@@ -80,10 +80,13 @@ def records(comparison: FfnComparison) -> Iterator[Record]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="3 repetitions, print only, write nothing")
-    quick = parser.parse_args().quick
+    parser.add_argument("--tokens", type=int, help="measure these cases only, keep the other records")
+    options = parser.parse_args()
+    quick = options.quick
+    chosen = [c for c in cases() if options.tokens in (None, c[0].tokens)]
     console = Console()
     rows: list[Record] = []
-    for case, headline in track(list(cases()), "measuring", console=console):
+    for case, headline in track(chosen, "measuring", console=console):
         slow = case.tokens >= 512
         repetitions = 3 if quick else (9 if slow else 21)
         comparison = measure(case, headline, repetitions)
@@ -97,6 +100,8 @@ def main() -> None:
             f"{BASELINE} {comparison.timings[BASELINE].median * 1e3:.2f} ms, {gains}"
         )
     if not quick:
+        kept = read_records(RESULTS) if options.tokens is not None else []
+        rows = [r for r in kept if r.shape["M"] != options.tokens] + rows
         write_records(RESULTS, rows)
         console.print(f"{len(rows)} records in {RESULTS}")
 
