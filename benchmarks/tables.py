@@ -119,11 +119,13 @@ def format_memory() -> str:
 
 def measured_on() -> str:
     """The machine, versions and commit behind the CPU figures."""
-    record = cpu_records()[-1]
+    records = cpu_records()
+    record = records[-1]
+    commits = ", ".join(sorted({r.commit for r in records}))
     hardware, versions = record.hardware, record.versions
     return (
         f"Measured on {hardware['cpu']}, {hardware['torch_threads']} threads, torch {versions['torch']}, "
-        f"Python {versions['python']}, commit {record.commit}, {record.date[:10]}; "
+        f"Python {versions['python']}, commit {commits}, {record.date[:10]}; "
         "medians of interleaved runs."
     )
 
