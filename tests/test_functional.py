@@ -159,6 +159,17 @@ class TestTransforms:
         assert ours[1].abs().max() > 0
 
     @pytest.mark.parametrize("plan", PLANS, **plan_ids)
+    def test_compiled_jvp(self, plan):
+        x, up, down, gate = operands()
+        tangent = torch.randn_like(x)
+
+        def differentiate(function):
+            return lambda x, t: torch.func.jvp(lambda x: function(x, up, down, gate), (x,), (t,))
+
+        compiled = torch.compile(differentiate(lambda *t: ffn(*t, plan=plan)), backend="aot_eager")
+        torch.testing.assert_close(compiled(x, tangent), differentiate(stock_dense)(x, tangent))
+
+    @pytest.mark.parametrize("plan", PLANS, **plan_ids)
     def test_forward_ad(self, plan):
         x, up, down, gate = operands()
         with torch.autograd.forward_ad.dual_level():

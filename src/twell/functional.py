@@ -150,7 +150,7 @@ def _transformed() -> bool:
     The registered op has a reverse-mode rule only; behind it a tangent would silently become zero.
     """
     if torch.compiler.is_compiling():
-        return False
+        return torch._C._are_functorch_transforms_active()
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         log_once("running dense: inside a torch.func transform or forward-mode differentiation")
         return True
