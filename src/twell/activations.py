@@ -89,10 +89,10 @@ class Activation:
 
     def _inactive(self, pre: Tensor) -> Tensor:
         # torch rounds the scalar to the tensor's dtype first, possibly up past values that are above it.
-        return pre <= _largest_at_most(self.threshold, pre.dtype)
+        return pre <= largest_at_most(self.threshold, pre.dtype)
 
 
-def _largest_at_most(value: float, dtype: torch.dtype) -> float:
+def largest_at_most(value: float, dtype: torch.dtype) -> float:
     """The largest number of `dtype` that is not above `value` (>= 0)."""
     limits = torch.finfo(dtype)
     if value >= limits.max:

@@ -1,0 +1,172 @@
+"""The selector of `select.py` for compute capability 9.0: TMA, wgmma and warp specialisation, in Gluon.
+
+One producer warp streams tiles into a ring of shared-memory stages; two consumer warpgroups each own half
+of a tile's neurons. The two drift apart by as much as the ring allows, so the epilogue of one overlaps the
+product of the other, and the producer is already loading the next tile during both.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+
+@gluon.jit
+def nan_max(a, b):
+    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@gluon.jit
+def activate(pre, threshold, SQUARE: gl.constexpr):
+    value = gl.where(pre <= threshold, 0.0, pre)
+    if SQUARE:
+        value = value * value
+    return value
+
+
+@gluon.constexpr_function
+def stored_layout(rows, columns):
+    """Registers of a warpgroup so that 4 lanes hold 32 neighbouring values of a row, 16 bytes each.
+
+    The accumulator's own layout gives each lane 2 neighbouring values; storing that writes half sectors.
+    Rows stay where they are, so the conversion never leaves the warp.
+    """
+    registers = [[0, 1], [0, 2], [0, 4]]
+    column = 32
+    while column < columns:
+        registers.append([0, column])
+        column *= 2
+    registers.append([8, 0])
+    row = 64
+    while row < rows:
+        registers.append([row, 0])
+        row *= 2
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
+
+
+@gluon.jit
+def _load(x_desc, w_desc, rings, M, H, D, STAGES: gl.constexpr):
+    x_ring, w_ring, ready, free = rings
+    NEURONS: gl.constexpr = w_desc.block_shape[0]
+    ROWS: gl.constexpr = x_desc.block_shape[0]
+    DEPTH: gl.constexpr = x_desc.block_shape[1]
+    tiles_n = gl.cdiv(H, NEURONS)
+    step = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * tiles_n, gl.num_programs(0)):
+        for k in range(0, D, DEPTH):
+            stage = step % STAGES
+            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                w_desc, [(tile % tiles_n) * NEURONS, k], ready.index(stage), w_ring.index(stage)
+            )
+            tma.async_copy_global_to_shared(
+                x_desc, [(tile // tiles_n) * ROWS, k], ready.index(stage), x_ring.index(stage)
+            )
+            step += 1
+
+
+@gluon.jit
+def _multiply(
+    bias,
+    values,
+    active,
+    rings,
+    M,
+    H,
+    D,
+    threshold,
+    HALF: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    PLAIN: gl.constexpr,
+    SQUARE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    x_ring, w_ring, ready, free = rings
+    DTYPE: gl.constexpr = values.dtype.element_ty
+    NEURONS: gl.constexpr = w_ring.shape[1] // 2
+    ROWS: gl.constexpr = x_ring.shape[1]
+    DEPTH: gl.constexpr = x_ring.shape[2]
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    OUT: gl.constexpr = stored_layout(NEURONS, ROWS)
+    tiles_n = gl.cdiv(H, 2 * NEURONS)
+    token = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+    out_token = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    step = 0
+    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * tiles_n, gl.num_programs(0)):
+        block = tile // tiles_n
+        first = (tile % tiles_n) * 2 * NEURONS + HALF * NEURONS
+        acc = gl.zeros([NEURONS, ROWS], gl.float32, ACC)
+        for k in range(0, D, DEPTH):
+            stage = step % STAGES
+            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+            weights = w_ring.index(stage).slice(HALF * NEURONS, NEURONS)
+            acc = warpgroup_mma(
+                weights, x_ring.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True
+            )
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            step += 1
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+
+        neuron = first + gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
+        if HAS_BIAS:
+            b = gl.load(bias + neuron, mask=neuron < H, other=0.0).to(gl.float32)
+            # Tokens past M hold zeros, which a bias would wake.
+            acc = gl.where((block * ROWS + token < M)[None, :], acc + b[:, None], 0.0)
+        # Activations are monotone, so the largest pre-activation decides for the whole block.
+        peak = activate(gl.reduce(acc, 1, nan_max).to(DTYPE).to(gl.float32), threshold, SQUARE)
+        live = (peak.to(DTYPE).to(gl.float32) != 0.0) & (neuron < H)
+        gl.store(active + block * H + neuron, live.to(gl.uint8), mask=neuron < H)
+        if PLAIN:  # relu: rounding before or after is the same
+            value = gl.where(acc <= 0.0, 0.0, acc).to(DTYPE)
+        else:
+            value = activate(acc.to(DTYPE).to(gl.float32), threshold, SQUARE).to(DTYPE)
+        value = gl.convert_layout(value, OUT)
+        kept = gl.convert_layout(live, gl.SliceLayout(1, OUT))
+        out_neuron = first + gl.arange(0, NEURONS, gl.SliceLayout(1, OUT))
+        row = values + block.to(gl.int64) * H * ROWS + (out_neuron * ROWS)[:, None]
+        gl.store(row + out_token[None, :], value, mask=kept[:, None], eviction_policy="evict_first")
+
+
+@gluon.jit
+def select_blocks_hopper(
+    x_desc,
+    w_desc,
+    bias,
+    values,
+    active,
+    counter,
+    M,
+    H,
+    D,
+    threshold,
+    HAS_BIAS: gl.constexpr,
+    PLAIN: gl.constexpr,
+    SQUARE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """As `select_blocks`; x_desc blocks [ROWS, DEPTH], w_desc blocks [2 * 128, DEPTH]; 4 warps."""
+    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
+    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(free.index(stage), count=2)
+    if gl.program_id(0) == 0:
+        gl.store(counter, 0)  # the list kernel that follows counts its work items from here
+    rings = (x_ring, w_ring, ready, free)
+    gl.warp_specialize(
+        [
+            (_multiply, (bias, values, active, rings, M, H, D, threshold, 0, HAS_BIAS, PLAIN, SQUARE, STAGES)),
+            (_multiply, (bias, values, active, rings, M, H, D, threshold, 1, HAS_BIAS, PLAIN, SQUARE, STAGES)),
+            (_load, (x_desc, w_desc, rings, M, H, D, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -1,0 +1,88 @@
+"""The operands of a call as the kernels read them: contiguous, biases or a stand-in, activation numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...activations import largest_at_most
+from ..args import FfnArgs
+
+
+@dataclass(frozen=True)
+class Operands:
+    """x [M, D]; select, up [H, D]; down [H, E], neuron-major; all contiguous. `up` is None if not gated.
+
+    threshold, square: the activation is where(v <= threshold, 0, v), squared if `square`.
+    """
+
+    x: Tensor
+    select: Tensor
+    up: Tensor | None
+    down: Tensor
+    select_bias: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    threshold: float
+    square: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def features(self) -> int:
+        return self.x.shape[1]
+
+    @property
+    def neurons(self) -> int:
+        return self.select.shape[0]
+
+    @property
+    def outputs(self) -> int:
+        return self.down.shape[1]
+
+    @property
+    def plain(self) -> bool:
+        """Whether the activation is relu."""
+        return self.threshold == 0 and not self.square
+
+    @property
+    def precision(self) -> str:
+        """How Triton multiplies float32: exactly. 16-bit products are exact in either mode."""
+        return "ieee"
+
+    def pointer(self, bias: Tensor | None) -> Tensor:
+        """`bias`, or any tensor in its place where a kernel is told that there is none."""
+        return self.x if bias is None else bias
+
+
+def prepare(args: FfnArgs) -> Operands:
+    """Copies what is not contiguous; a neuron-major `down` (`down.mT` contiguous) costs nothing."""
+    gated = args.gate is not None
+    activation = args.activation
+    return Operands(
+        x=args.x.contiguous(),
+        select=args.selector.contiguous(),
+        up=args.up.contiguous() if gated else None,
+        down=args.down.mT.contiguous(),
+        select_bias=_contiguous(args.selector_bias),
+        up_bias=_contiguous(args.up_bias) if gated else None,
+        down_bias=_contiguous(args.down_bias),
+        threshold=largest_at_most(activation.threshold, args.x.dtype),
+        square=activation.name == "relu2",
+    )
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def is_neuron_major(down: Tensor) -> bool:
+    return down.mT.is_contiguous()
+
+
+def element_bytes(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits // 8

@@ -1,0 +1,68 @@
+"""Selector matmul with the pack in its epilogue, for blocks of tokens.
+
+The product is computed transposed: a tile is [neurons, tokens]. Every neuron of a tile then lies within
+one warp, so "does any token of the block activate it" is a reduction in registers and two shuffles, and a
+stored neuron is one contiguous row of a block's tokens. A neuron that no token activates costs one byte.
+
+    active [B, H] uint8           1 where any token of block b activates neuron n
+    values [B, H, R]              activations; only rows with active = 1 are ever written or read
+
+There is no capacity to overflow: a block with every neuron active fills its part of `values`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .jit import activate, activate_stored, nan_max, rounded
+
+
+@triton.jit
+def select_blocks(
+    x_desc,
+    w_desc,
+    bias,
+    values,
+    active,
+    counter,
+    M,
+    H,
+    D,
+    threshold,
+    HAS_BIAS: tl.constexpr,
+    PLAIN: tl.constexpr,
+    SQUARE: tl.constexpr,
+    NEURONS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Persistent; x_desc: blocks [ROWS, DEPTH] of x [M, D]; w_desc: blocks [NEURONS, DEPTH] of w [H, D]."""
+    DTYPE: tl.constexpr = values.dtype.element_ty
+    if tl.program_id(0) == 0:
+        tl.store(counter, 0)  # the list kernel that follows counts its work items from here
+    tiles_n = tl.cdiv(H, NEURONS)
+    tiles = tl.cdiv(M, ROWS) * tiles_n
+    token = tl.arange(0, ROWS)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        # Neurons fastest: the programs of one wave share few blocks of x, and w stays in the L2 cache.
+        block = tile // tiles_n
+        first = (tile % tiles_n) * NEURONS
+        acc = tl.zeros([NEURONS, ROWS], tl.float32)
+        for k in range(0, D, DEPTH):
+            w = w_desc.load([first, k])
+            x = x_desc.load([block * ROWS, k])
+            acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+        neuron = first + tl.arange(0, NEURONS)
+        if HAS_BIAS:
+            b = tl.load(bias + neuron, mask=neuron < H, other=0.0).to(tl.float32)
+            # Tokens past M hold zeros, which a bias would wake.
+            acc = tl.where((block * ROWS + token < M)[None, :], acc + b[:, None], 0.0)
+        # Activations are monotone, so the largest pre-activation decides for the whole block.
+        peak = activate(rounded(tl.reduce(acc, 1, nan_max), DTYPE), threshold, SQUARE)
+        live = (rounded(peak, DTYPE) != 0.0) & (neuron < H)
+        tl.store(active + block * H + neuron, live.to(tl.uint8), mask=neuron < H)
+        value = activate_stored(acc, threshold, PLAIN, SQUARE, DTYPE)
+        row = values + block.to(tl.int64) * H * ROWS + neuron[:, None] * ROWS
+        tl.store(row + token[None, :], value, mask=live[:, None])

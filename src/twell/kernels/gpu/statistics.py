@@ -1,0 +1,57 @@
+"""Firing counts and magnitudes, from the workspace of the block kernels."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def count_firing(
+    values, active, firing, H, blocks, per_program, NEURONS: tl.constexpr, ROWS: tl.constexpr
+):
+    """firing[n] += tokens whose value is not 0; integers, so the order of additions does not matter."""
+    neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
+    token = tl.arange(0, ROWS)
+    first = tl.program_id(1) * per_program
+    count = tl.zeros([NEURONS], tl.int32)
+    for block in range(first, tl.minimum(first + per_program, blocks)):
+        live = tl.load(active + block * H + neuron, mask=neuron < H, other=0) > 0
+        cell = values + (tl.cast(block, tl.int64) * H + neuron)[:, None] * ROWS + token[None, :]
+        value = tl.load(cell, mask=live[:, None], other=0.0)
+        count += tl.sum((value != 0.0).to(tl.int32), 1)
+    tl.atomic_add(firing + neuron, count.to(tl.int64), mask=neuron < H)
+
+
+@triton.jit
+def sum_magnitudes(
+    hidden,
+    active,
+    counts,
+    sums,
+    H,
+    padded,
+    blocks,
+    per_program,
+    PACKED: tl.constexpr,
+    NEURONS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """sums[program] = sum of |hidden| over its neurons and blocks; one number each, so no order to lose.
+
+    PACKED: rows in list order, [B, padded, ROWS]; else by neuron, [B, H, ROWS].
+    """
+    row = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
+    token = tl.arange(0, ROWS)
+    first = tl.program_id(1) * per_program
+    total = tl.zeros([NEURONS], tl.float32)
+    for block in range(first, tl.minimum(first + per_program, blocks)):
+        if PACKED:
+            live = row < tl.load(counts + block)
+            start = tl.cast(block, tl.int64) * padded
+        else:
+            live = tl.load(active + block * H + row, mask=row < H, other=0) > 0
+            start = tl.cast(block, tl.int64) * H
+        value = tl.load(hidden + (start + row)[:, None] * ROWS + token[None, :], mask=live[:, None], other=0.0)
+        total += tl.sum(tl.abs(value.to(tl.float32)), 1)
+    tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))

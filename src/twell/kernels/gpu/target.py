@@ -1,0 +1,45 @@
+"""What the launchers know of the device they launch on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """capability: (major, minor) of the GPU, (0, 0) for Triton's interpreter on the CPU;
+    processors: streaming multiprocessors; shared_memory: bytes that one program may use."""
+
+    capability: tuple[int, int]
+    processors: int
+    shared_memory: int
+
+    @property
+    def hopper(self) -> bool:
+        return self.capability == (9, 0)
+
+
+_INTERPRETER = Target(capability=(0, 0), processors=3, shared_memory=48 << 10)
+
+
+def interpreting() -> bool:
+    """Whether kernels run on CPU tensors through Triton's interpreter (TRITON_INTERPRET=1)."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def target_of(device: torch.device) -> Target:
+    return _INTERPRETER if device.type == "cpu" else _gpu(torch.cuda._utils._get_device_index(device, True))
+
+
+@lru_cache(maxsize=64)
+def _gpu(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    return Target(
+        capability=(properties.major, properties.minor),
+        processors=properties.multi_processor_count,
+        shared_memory=properties.shared_memory_per_block_optin,
+    )

@@ -1,0 +1,84 @@
+"""Tile sizes of the block kernels, from what was measured on an H200 and what a device can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .operands import element_bytes
+from .target import Target
+
+DEFAULT_ROWS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTiles:
+    """rows: tokens per block. select_*, up_*, down_*: per kernel, the tile's neurons (down: outputs), the
+    depth of one step, warps and pipeline stages; up_programs: persistent programs per processor."""
+
+    rows: int
+    select_neurons: int
+    select_depth: int
+    select_warps: int
+    select_stages: int
+    up_chunk: int
+    up_depth: int
+    up_warps: int
+    up_stages: int
+    up_programs: int
+    down_width: int
+    down_depth: int
+    down_warps: int
+    down_stages: int
+
+
+# H200, bf16, D 2048, H 5632, 65,536 tokens, nnz 24 (milliseconds):
+#   select  256 x 128 x 64, 8 warps, 4 stages 1.95; 3 stages 1.97
+#   up      128 x 128 x 64, 4 warps, 4 stages, 2 programs per processor 0.58; 8 warps 0.62
+#   down    128 x 128 x 64, 4 warps 0.48 (two programs share a processor); 128 x 256, 8 warps 0.63
+_LARGE = BlockTiles(
+    rows=DEFAULT_ROWS,
+    select_neurons=256,
+    select_depth=64,
+    select_warps=8,
+    select_stages=4,
+    up_chunk=128,
+    up_depth=64,
+    up_warps=4,
+    up_stages=4,
+    up_programs=2,
+    down_width=128,
+    down_depth=64,
+    down_warps=4,
+    down_stages=4,
+)
+
+
+def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, rows: int) -> BlockTiles:
+    """Tiles that fit the device and give every processor work."""
+    rows = rows or DEFAULT_ROWS
+    if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
+        small = dict.fromkeys(("select_neurons", "up_chunk", "down_width"), 32)
+        depth = dict.fromkeys(("select_depth", "up_depth", "down_depth"), 16)
+        return replace(_LARGE, rows=rows, **small, **depth)
+    tiles = replace(_LARGE, rows=rows)
+    size = element_bytes(dtype)
+    if size > 2:  # exact float32 products run on the ordinary units: small tiles
+        narrow = dict.fromkeys(("select_neurons", "up_chunk", "down_width"), 64)
+        depth = dict.fromkeys(("select_depth", "up_depth", "down_depth"), 16)
+        warps = dict.fromkeys(("select_warps", "up_warps", "down_warps"), 8)
+        tiles = replace(tiles, **narrow, **depth, **warps)
+    blocks = -(-tokens // rows)
+    while tiles.select_neurons > 64 and blocks * -(-neurons // tiles.select_neurons) < 2 * target.processors:
+        half = tiles.select_neurons // 2
+        tiles = replace(tiles, select_neurons=half, select_warps=max(4, tiles.select_warps // 2))
+    if blocks < 16:
+        tiles = replace(tiles, up_chunk=64, down_width=64)
+    stage = (tiles.select_neurons + rows) * tiles.select_depth * size
+    stages = max(2, min(tiles.select_stages, (target.shared_memory - 4096) // stage))
+    stage = (tiles.up_chunk + rows) * tiles.up_depth * size
+    up_stages = max(2, min(tiles.up_stages, (target.shared_memory - 4096) // stage))
+    stage = (tiles.down_width + rows) * tiles.down_depth * size
+    down_stages = max(2, min(tiles.down_stages, (target.shared_memory - 4096) // stage))
+    return replace(tiles, select_stages=stages, up_stages=up_stages, down_stages=down_stages)
