@@ -141,7 +141,7 @@ class TestProjectionsThatAreNotPlain:
 
     @pytest.mark.parametrize("gated", [True, False])
     def test_wrapped(self, gated, caplog, monkeypatch):
-        monkeypatch.setattr("twell.plan._logged", set())
+        monkeypatch.setattr("twell._log._logged", set())
         mlp = SparseMLP(32, 96, gated=gated, record=True, plan=Plan(path="row"))
         x = torch.randn(4, 32)
         plain = mlp(x)

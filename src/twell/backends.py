@@ -6,6 +6,8 @@ New kernels join with `register_backend`; nothing else in the library names them
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +23,7 @@ from .kernels.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.dense import dense_backward, dense_forward
 
 PATHS = ("auto", "dense", "row", "block")
+_GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,31 @@ def _cpu_worthwhile(site: Site) -> bool:
     )
 
 
+def _gpu_refusal(site: Site) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if site.device_type != "cuda" and not _interpreted(site):
+        return f"the tensors are on {site.device_type!r}, not on a CUDA device"
+    if site.dtype not in _GPU_DTYPES:
+        return f"its kernels take {', '.join(map(str, _GPU_DTYPES))}, not {site.dtype}"
+    if site.device_type == "cpu" and site.dtype == torch.bfloat16:
+        return "Triton's interpreter does not multiply bfloat16 correctly"
+    if site.hidden % 8 or site.neurons % 8:
+        return f"D and H must be multiples of 8, not {site.hidden} and {site.neurons}"
+    return None
+
+
+def _interpreted(site: Site) -> bool:
+    return site.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:
+    # Imported with the first call: Triton takes half a second, and may not be there.
+    from .kernels.gpu.forward import gpu_forward
+
+    return gpu_forward(args, path, block_rows, record)
+
+
 register_backend(
     Backend(
         name="dense",
@@ -157,5 +185,15 @@ register_backend(
         refusal=_cpu_refusal,
         worthwhile=_cpu_worthwhile,
         forward=cpu_forward,
+    )
+)
+register_backend(
+    Backend(
+        name="gpu",
+        paths=frozenset(PATHS),
+        refusal=_gpu_refusal,
+        # float32 products run on tensor cores at reduced precision or not at all: dense is as good.
+        worthwhile=lambda site: site.device_type == "cuda" and site.dtype != torch.float32,
+        forward=_gpu_forward,
     )
 )

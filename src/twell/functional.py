@@ -11,12 +11,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._checks import FLOAT_DTYPES, reject
+from ._log import log_once
 from .activations import Activation
 from .backends import Site
 from .kernels.args import FfnArgs, FfnOutput
 from .kernels.dense import dense_forward
 from .ops import ffn_op
-from .plan import Plan, log_once, resolution_state, resolve
+from .plan import Plan, resolution_state, resolve
 
 
 class FfnStats(NamedTuple):

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ._checks import reject, require_positive_int
+from ._log import log_once
 from .activations import Activation
 from .functional import FfnStats, ffn, ffn_with_stats
-from .plan import Plan, log_once
+from .plan import Plan
 
 
 class SparseMLP(nn.Module):

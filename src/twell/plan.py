@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,12 +10,10 @@ from operator import index
 import torch
 
 from ._checks import reject, require_choice
+from ._log import log_once
 from .backends import PATHS, Backend, Site, candidates, get_backend, registry_version
 
 ENVIRONMENT_VARIABLE = "TWELL_PLAN"
-
-_log = logging.getLogger("twell")
-_logged: set[str] = set()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +110,3 @@ def _worth_trying(backend: Backend, site: Site) -> bool:
     # Without a backward of its own a backend recomputes the activations densely in the backward:
     # a sparse forward gains one or two products and loses as many.
     return backend.worthwhile(site) and (backend.backward is not None or not site.training)
-
-
-def log_once(message: str) -> None:
-    """One warning per process and message: fallbacks are never silent, and never noisy."""
-    if message not in _logged:
-        _logged.add(message)
-        _log.warning("twell: %s", message)

@@ -29,7 +29,7 @@ class Workspace:
     values: Tensor  # dtype [B, H, rows]
     hidden: Tensor  # dtype [B * P, rows], P whole chunks of up; `values` itself if not gated
     active: Tensor  # uint8 [B, H]
-    lists: Tensor  # int32 [B, H]
+    lists: Tensor  # int32 [B * H and a chunk more]
     counts: Tensor  # int32 [B]
     work: Tensor  # int32 [B * ceil(H / chunk)]
     counter: Tensor  # int32 [1]
@@ -44,7 +44,8 @@ class Workspace:
             values=values,
             hidden=new(blocks * triton.cdiv(neurons, chunk) * chunk, rows) if gated else values,
             active=new(blocks, neurons, dtype=torch.uint8),
-            lists=new(blocks, neurons, dtype=torch.int32),
+            # The Hopper kernels read a whole chunk ahead without asking where a list ends.
+            lists=new(blocks * neurons + chunk, dtype=torch.int32),
             counts=new(blocks, dtype=torch.int32),
             work=new(blocks * triton.cdiv(neurons, chunk), dtype=torch.int32),
             counter=new(1, dtype=torch.int32),
@@ -59,8 +60,11 @@ class Recorded:
     sums: list[Tensor]
 
 
-def run_blocks(operands: Operands, rows: int, record: bool) -> tuple[Tensor, Recorded | None]:
-    """y [M, E] and, if asked for, the statistics. rows: tokens per block, 0 for the default."""
+def run_blocks(operands: Operands, rows: int, record: bool) -> tuple[Tensor, Recorded | None, Tensor, int]:
+    """y [M, E]; the statistics if asked for; the last slab's active neurons per block and their maximum.
+
+    rows: tokens per block, 0 for the default.
+    """
     target = target_of(operands.x.device)
     tiles = block_tiles(target, operands.x.dtype, operands.tokens, operands.neurons, rows)
     y = operands.x.new_empty(operands.tokens, operands.outputs)
@@ -74,7 +78,7 @@ def run_blocks(operands: Operands, rows: int, record: bool) -> tuple[Tensor, Rec
     for start in range(0, operands.tokens, slab):
         part = slice(start, min(start + slab, operands.tokens))
         _run_slab(operands, operands.x[part], y[part], workspace, target, tiles, recorded)
-    return y, recorded
+    return y, recorded, workspace.counts, workspace.counts.numel() * operands.neurons
 
 
 def _slab_tokens(operands: Operands, rows: int) -> int:
@@ -113,10 +117,10 @@ def _run_slab(
     tokens, blocks = x.shape[0], triton.cdiv(x.shape[0], tiles.rows)
     hopper = uses_hopper(operands, target, tiles)
     chunk = up_chunk(operands, target, tiles)
-    if hopper:
-        from .hopper import launch_select, launch_up
+    if hopper:  # imported here: other devices need no Gluon
+        from .hopper import launch_down, launch_select, launch_up
     else:
-        launch_select, launch_up = _launch_select, _launch_up
+        launch_select, launch_up, launch_down = _launch_select, _launch_up, _launch_down
     launch_select(operands, x, workspace, target, tiles)
     list_active[(blocks,)](
         workspace.active,
@@ -159,12 +163,19 @@ def _run_slab(
             ROWS=tiles.rows,
         )
         recorded.sums.append(sums)
-    _launch_down(operands, y, workspace, tiles, chunk)
+    if hopper and not hopper_down_fits(operands, tiles):
+        launch_down = _launch_down
+    launch_down(operands, y, workspace, target, tiles)
+
+
+def hopper_down_fits(operands: Operands, tiles: BlockTiles) -> bool:
+    return operands.up is not None and operands.outputs % 64 == 0 and tiles.rows == 128
 
 
 def _launch_down(
-    operands: Operands, y: Tensor, workspace: Workspace, tiles: BlockTiles, chunk: int
+    operands: Operands, y: Tensor, workspace: Workspace, target: Target, tiles: BlockTiles
 ) -> None:
+    chunk = up_chunk(operands, target, tiles)
     packed = operands.up is not None
     hidden = workspace.hidden
     step = [tiles.down_depth, tiles.rows]

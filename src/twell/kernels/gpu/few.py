@@ -26,7 +26,6 @@ def few_select_up(
     x,
     select,
     up,
-    down,
     select_bias,
     up_bias,
     values,
@@ -35,7 +34,6 @@ def few_select_up(
     M,
     H,
     D,
-    OUT,
     threshold,
     HAS_SELECT_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
@@ -44,12 +42,8 @@ def few_select_up(
     NEURONS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    UP_DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
-    FETCH: tl.constexpr,
-    BRANCH: tl.constexpr,
 ):
     DTYPE: tl.constexpr = values.dtype.element_ty
     if CHAINED:
@@ -60,7 +54,7 @@ def few_select_up(
     row = tl.arange(0, ROWS)
     token = block * ROWS + row
     real = neuron < H
-    pre = _product(x, select, neuron, token, real, M, D, NEURONS, ROWS, DEPTH, SPLIT, PRECISION)
+    pre = _product(x, select, neuron, token, real, M, D, NEURONS, ROWS, DEPTH, PRECISION)
     if HAS_SELECT_BIAS:
         pre += tl.load(select_bias + neuron, mask=real, other=0.0).to(tl.float32)[:, None]
     value = rounded(activate(rounded(pre, DTYPE), threshold, SQUARE), DTYPE)
@@ -68,41 +62,17 @@ def few_select_up(
     live = (tl.max((value != 0.0).to(tl.int32), 1) > 0) & real
     count = tl.sum(live.to(tl.int32), 0)
     tl.store(counts + block * tl.num_programs(0) + tile, count)
-    if FETCH:
+    if count > 0:
         if GATED:
-            _fetch_rows(up, neuron, live, D)
-        _fetch_rows(down, neuron, live, OUT)
-    if GATED:
-        tokens = tl.where(count > 0, M, 0)
-        if BRANCH:
-            factor = tl.zeros([NEURONS, ROWS], tl.float32)
-            if count > 0:
-                factor = _product(x, up, neuron, token, live, M, D, NEURONS, ROWS, UP_DEPTH, SPLIT, PRECISION)
-        else:
-            factor = _product(x, up, neuron, token, live, tokens, D, NEURONS, ROWS, UP_DEPTH, SPLIT, PRECISION)
-        if HAS_UP_BIAS:
-            factor += tl.load(up_bias + neuron, mask=live, other=0.0).to(tl.float32)[:, None]
-        # A token that does not activate the neuron keeps its exact 0, whatever its up value is.
-        value = tl.where(value == 0.0, 0.0, value * rounded(factor, DTYPE))
-    slot = (block * tl.num_programs(0) + tile) * NEURONS + tl.cumsum(live.to(tl.int32), 0) - 1
-    tl.store(neurons + slot, neuron, mask=live)
-    cell = values + (slot.to(tl.int64) * ROWS)[:, None] + row[None, :]
-    tl.store(cell, value.to(DTYPE), mask=live[:, None])
-
-
-@triton.jit
-def _fetch_rows(w, neuron, live, D):
-    """Start bringing whole weight rows of live neurons into the L2 cache; waits for nothing."""
-    size = D * (w.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-        "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
-        "=r,l,r,r",
-        [w + neuron * D, live.to(tl.int32), size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+            factor = _product(x, up, neuron, token, live, M, D, NEURONS, ROWS, DEPTH, PRECISION)
+            if HAS_UP_BIAS:
+                factor += tl.load(up_bias + neuron, mask=live, other=0.0).to(tl.float32)[:, None]
+            # A token that does not activate the neuron keeps its exact 0, whatever its up value is.
+            value = tl.where(value == 0.0, 0.0, value * rounded(factor, DTYPE))
+        slot = (block * tl.num_programs(0) + tile) * NEURONS + tl.cumsum(live.to(tl.int32), 0) - 1
+        tl.store(neurons + slot, neuron, mask=live)
+        cell = values + (slot.to(tl.int64) * ROWS)[:, None] + row[None, :]
+        tl.store(cell, value.to(DTYPE), mask=live[:, None])
 
 
 @triton.jit
@@ -117,36 +87,26 @@ def _product(
     NEURONS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
-    SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """float32 [NEURONS, ROWS] = w[neuron] x[token]^T; weight rows that are not wanted are not read."""
-    if ROWS == 1:
-        depth = tl.arange(0, DEPTH)
-        acc = tl.zeros([NEURONS], tl.float32)
-        for k in range(0, D, DEPTH):
-            column = k + depth
-            inside = wanted[:, None] & (column < D)[None, :]
-            rows = tl.load(w + (neuron * D)[:, None] + column[None, :], mask=inside, other=0.0)
-            one = tl.load(x + column, mask=column < D, other=0.0)
-            acc += tl.sum(rows.to(tl.float32) * one.to(tl.float32)[None, :], 1)
-        result = acc[:, None]
-    else:
-        # SPLIT independent sums, one per warp: a single chain of small products would wait for itself.
-        part = tl.arange(0, SPLIT)[:, None] * (DEPTH // SPLIT) + tl.arange(0, DEPTH // SPLIT)[None, :]
-        weight = w + (neuron * D)[None, :, None]
-        features = x + (token * D)[None, None, :]
-        known = (token < M)[None, None, :]
-        acc = tl.zeros([SPLIT, NEURONS, ROWS], tl.float32)
-        for k in range(0, D, DEPTH):
-            column = k + part
-            inside = wanted[None, :, None] & (column < D)[:, None, :]
-            rows = tl.load(weight + column[:, None, :], mask=inside, other=0.0)
-            inside = known & (column < D)[:, :, None]
-            columns = tl.load(features + column[:, :, None], mask=inside, other=0.0)
+    """float32 [NEURONS, ROWS] = w[neuron] x[token]^T; weight rows that are not wanted are not read.
+
+    One token: weights go from memory to registers and are multiplied there. More: tensor cores.
+    """
+    depth = tl.arange(0, DEPTH)
+    weight = w + (neuron * D)[:, None]
+    acc = tl.zeros([NEURONS, ROWS], tl.float32)
+    for k in range(0, D, DEPTH):
+        column = k + depth
+        rows = tl.load(weight + column[None, :], mask=wanted[:, None] & (column < D)[None, :], other=0.0)
+        if ROWS == 1:
+            one = tl.load(x + tl.min(token, 0) * D + column, mask=column < D, other=0.0)
+            acc += tl.sum(rows.to(tl.float32) * one.to(tl.float32)[None, :], 1)[:, None]
+        else:
+            inside = (token < M)[None, :] & (column < D)[:, None]
+            columns = tl.load(x + (token * D)[None, :] + column[:, None], mask=inside, other=0.0)
             acc = tl.dot(rows, columns, acc, input_precision=PRECISION)
-        result = tl.sum(acc, 0)
-    return result
+    return acc
 
 
 @triton.jit

@@ -8,10 +8,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .hopper_down import down_blocks_hopper
 from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
 
-_NEURONS, _DEPTH, _STAGES = 256, 64, 4
+_NEURONS, _DEPTH = 256, 64
+_SELECT_STAGES, _UP_STAGES, _DOWN_STAGES = 4, 3, 3  # what fits beside the output tiles of up and down
+_DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -24,10 +27,11 @@ def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 
 def launch_select(operands, x, workspace, target, tiles) -> None:
-    work = triton.cdiv(x.shape[0], tiles.rows) * triton.cdiv(operands.neurons, _NEURONS)
+    tokens, neurons = 2 * tiles.rows, 256 * 128 // (2 * tiles.rows)
+    work = triton.cdiv(x.shape[0], tokens) * triton.cdiv(operands.neurons, neurons)
     select_blocks_hopper[(min(target.processors, work),)](
-        _describe(x, [tiles.rows, _DEPTH]),
-        _describe(operands.select, [_NEURONS, _DEPTH]),
+        _describe(x, [tokens, _DEPTH]),
+        _describe(operands.select, [neurons, _DEPTH]),
         operands.pointer(operands.select_bias),
         workspace.values,
         workspace.active,
@@ -36,10 +40,11 @@ def launch_select(operands, x, workspace, target, tiles) -> None:
         operands.neurons,
         operands.features,
         operands.threshold,
+        ROWS=tiles.rows,
         HAS_BIAS=operands.select_bias is not None,
         PLAIN=operands.plain,
         SQUARE=operands.square,
-        STAGES=_STAGES,
+        STAGES=_SELECT_STAGES,
         num_warps=4,
     )
 
@@ -51,7 +56,7 @@ def launch_up(operands, x, workspace, target, tiles) -> None:
         operands.up,
         operands.pointer(operands.up_bias),
         workspace.values,
-        workspace.hidden,
+        _describe(workspace.hidden, [_NEURONS // 2, tiles.rows]),
         workspace.lists,
         workspace.counts,
         workspace.work,
@@ -62,6 +67,26 @@ def launch_up(operands, x, workspace, target, tiles) -> None:
         HAS_BIAS=operands.up_bias is not None,
         CHUNK=_NEURONS,
         W_LAYOUT=_layout([_NEURONS, _DEPTH], x.dtype),
-        STAGES=_STAGES,
+        STAGES=_UP_STAGES,
+        num_warps=4,
+    )
+
+
+def launch_down(operands, y, workspace, target, tiles) -> None:
+    blocks = triton.cdiv(y.shape[0], tiles.rows)
+    down_blocks_hopper[(min(target.processors, blocks * triton.cdiv(operands.outputs, _DOWN_WIDTH)),)](
+        _describe(workspace.hidden, [_DEPTH, tiles.rows]),
+        operands.down,
+        operands.pointer(operands.down_bias),
+        _describe(y, [tiles.rows // 2, _DOWN_WIDTH]),
+        workspace.lists,
+        workspace.counts,
+        blocks,
+        operands.neurons,
+        operands.outputs,
+        triton.cdiv(operands.neurons, _NEURONS) * _NEURONS,
+        HAS_BIAS=operands.down_bias is not None,
+        W_LAYOUT=_layout([_DEPTH, _DOWN_WIDTH], y.dtype),
+        STAGES=_DOWN_STAGES,
         num_warps=4,
     )

@@ -51,11 +51,11 @@ def stored_layout(rows, columns):
 def _load(x_desc, w_desc, rings, M, H, D, STAGES: gl.constexpr):
     x_ring, w_ring, ready, free = rings
     NEURONS: gl.constexpr = w_desc.block_shape[0]
-    ROWS: gl.constexpr = x_desc.block_shape[0]
+    TOKENS: gl.constexpr = x_desc.block_shape[0]
     DEPTH: gl.constexpr = x_desc.block_shape[1]
     tiles_n = gl.cdiv(H, NEURONS)
     step = 0
-    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * tiles_n, gl.num_programs(0)):
+    for tile in range(gl.program_id(0), gl.cdiv(M, TOKENS) * tiles_n, gl.num_programs(0)):
         for k in range(0, D, DEPTH):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
@@ -64,7 +64,7 @@ def _load(x_desc, w_desc, rings, M, H, D, STAGES: gl.constexpr):
                 w_desc, [(tile % tiles_n) * NEURONS, k], ready.index(stage), w_ring.index(stage)
             )
             tma.async_copy_global_to_shared(
-                x_desc, [(tile // tiles_n) * ROWS, k], ready.index(stage), x_ring.index(stage)
+                x_desc, [(tile // tiles_n) * TOKENS, k], ready.index(stage), x_ring.index(stage)
             )
             step += 1
 
@@ -80,26 +80,22 @@ def _multiply(
     D,
     threshold,
     HALF: gl.constexpr,
+    ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PLAIN: gl.constexpr,
     SQUARE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     x_ring, w_ring, ready, free = rings
-    DTYPE: gl.constexpr = values.dtype.element_ty
     NEURONS: gl.constexpr = w_ring.shape[1] // 2
-    ROWS: gl.constexpr = x_ring.shape[1]
+    TOKENS: gl.constexpr = x_ring.shape[1]
     DEPTH: gl.constexpr = x_ring.shape[2]
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    OUT: gl.constexpr = stored_layout(NEURONS, ROWS)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     tiles_n = gl.cdiv(H, 2 * NEURONS)
-    token = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
-    out_token = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     step = 0
-    for tile in range(gl.program_id(0), gl.cdiv(M, ROWS) * tiles_n, gl.num_programs(0)):
-        block = tile // tiles_n
+    for tile in range(gl.program_id(0), gl.cdiv(M, TOKENS) * tiles_n, gl.num_programs(0)):
         first = (tile % tiles_n) * 2 * NEURONS + HALF * NEURONS
-        acc = gl.zeros([NEURONS, ROWS], gl.float32, ACC)
+        acc = gl.zeros([NEURONS, TOKENS], gl.float32, ACC)
         for k in range(0, D, DEPTH):
             stage = step % STAGES
             mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
@@ -113,24 +109,58 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
 
-        neuron = first + gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
-        if HAS_BIAS:
-            b = gl.load(bias + neuron, mask=neuron < H, other=0.0).to(gl.float32)
-            # Tokens past M hold zeros, which a bias would wake.
-            acc = gl.where((block * ROWS + token < M)[None, :], acc + b[:, None], 0.0)
-        # Activations are monotone, so the largest pre-activation decides for the whole block.
-        peak = activate(gl.reduce(acc, 1, nan_max).to(DTYPE).to(gl.float32), threshold, SQUARE)
-        live = (peak.to(DTYPE).to(gl.float32) != 0.0) & (neuron < H)
-        gl.store(active + block * H + neuron, live.to(gl.uint8), mask=neuron < H)
-        if PLAIN:  # relu: rounding before or after is the same
-            value = gl.where(acc <= 0.0, 0.0, acc).to(DTYPE)
+        target = (bias, values, active)
+        if TOKENS == ROWS:
+            _emit(acc, target, tile // tiles_n, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
         else:
-            value = activate(acc.to(DTYPE).to(gl.float32), threshold, SQUARE).to(DTYPE)
-        value = gl.convert_layout(value, OUT)
-        kept = gl.convert_layout(live, gl.SliceLayout(1, OUT))
-        out_neuron = first + gl.arange(0, NEURONS, gl.SliceLayout(1, OUT))
-        row = values + block.to(gl.int64) * H * ROWS + (out_neuron * ROWS)[:, None]
-        gl.store(row + out_token[None, :], value, mask=kept[:, None], eviction_policy="evict_first")
+            gl.static_assert(TOKENS == 2 * ROWS)
+            left, right = gl.split(gl.permute(gl.reshape(acc, [NEURONS, 2, ROWS]), [0, 2, 1]))
+            block = (tile // tiles_n) * 2
+            _emit(left, target, block, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
+            if (block + 1) * ROWS < M:
+                _emit(right, target, block + 1, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
+
+
+@gluon.jit
+def _emit(
+    acc,
+    target,
+    block,
+    first,
+    M,
+    H,
+    threshold,
+    HAS_BIAS: gl.constexpr,
+    PLAIN: gl.constexpr,
+    SQUARE: gl.constexpr,
+):
+    """Activate, mark and store sums [neurons, ROWS] of one block of tokens."""
+    bias, values, active = target
+    DTYPE: gl.constexpr = values.dtype.element_ty
+    ACC: gl.constexpr = acc.type.layout
+    NEURONS: gl.constexpr = acc.shape[0]
+    ROWS: gl.constexpr = acc.shape[1]
+    OUT: gl.constexpr = stored_layout(NEURONS, ROWS)
+    neuron = first + gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
+    if HAS_BIAS:
+        token = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
+        b = gl.load(bias + neuron, mask=neuron < H, other=0.0).to(gl.float32)
+        # Tokens past M hold zeros, which a bias would wake.
+        acc = gl.where((block * ROWS + token < M)[None, :], acc + b[:, None], 0.0)
+    # Activations are monotone, so the largest pre-activation decides for the whole block.
+    peak = activate(gl.reduce(acc, 1, nan_max).to(DTYPE).to(gl.float32), threshold, SQUARE)
+    live = (peak.to(DTYPE).to(gl.float32) != 0.0) & (neuron < H)
+    gl.store(active + block * H + neuron, live.to(gl.uint8), mask=neuron < H)
+    if PLAIN:  # relu: rounding before or after is the same
+        value = gl.where(acc <= 0.0, 0.0, acc).to(DTYPE)
+    else:
+        value = activate(acc.to(DTYPE).to(gl.float32), threshold, SQUARE).to(DTYPE)
+    value = gl.convert_layout(value, OUT)
+    kept = gl.convert_layout(live, gl.SliceLayout(1, OUT))
+    out_neuron = first + gl.arange(0, NEURONS, gl.SliceLayout(1, OUT))
+    out_token = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
+    row = values + block.to(gl.int64) * H * ROWS + (out_neuron * ROWS)[:, None]
+    gl.store(row + out_token[None, :], value, mask=kept[:, None])
 
 
 @gluon.jit
@@ -145,12 +175,13 @@ def select_blocks_hopper(
     H,
     D,
     threshold,
+    ROWS: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     PLAIN: gl.constexpr,
     SQUARE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `select_blocks`; x_desc blocks [ROWS, DEPTH], w_desc blocks [2 * 128, DEPTH]; 4 warps."""
+    """As `select_blocks`; x_desc has blocks of ROWS or 2 * ROWS tokens; 4 warps."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -163,8 +194,14 @@ def select_blocks_hopper(
     rings = (x_ring, w_ring, ready, free)
     gl.warp_specialize(
         [
-            (_multiply, (bias, values, active, rings, M, H, D, threshold, 0, HAS_BIAS, PLAIN, SQUARE, STAGES)),
-            (_multiply, (bias, values, active, rings, M, H, D, threshold, 1, HAS_BIAS, PLAIN, SQUARE, STAGES)),
+            (
+                _multiply,
+                (bias, values, active, rings, M, H, D, threshold, 0, ROWS, HAS_BIAS, PLAIN, SQUARE, STAGES),
+            ),
+            (
+                _multiply,
+                (bias, values, active, rings, M, H, D, threshold, 1, ROWS, HAS_BIAS, PLAIN, SQUARE, STAGES),
+            ),
             (_load, (x_desc, w_desc, rings, M, H, D, STAGES)),
         ],
         [4, 1],

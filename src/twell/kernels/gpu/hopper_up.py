@@ -2,7 +2,11 @@
 
 The producer is a warpgroup: x comes by TMA, the weight rows of listed neurons by 16-byte asynchronous
 copies (Hopper's TMA gathers no rows), both arriving at the same barrier. Each consumer warpgroup owns
-half of a work item's neurons and skips the product when its half is empty.
+half of a work item's neurons, skips the product when its half is empty, and hands its results to TMA
+through shared memory, which stores them while the next product runs.
+
+Finding out what an item is takes three dependent loads (item, count, list). Everyone looks one item ahead,
+so that nobody waits for them, and consumers load an item's gates before its product starts.
 """
 
 from __future__ import annotations
@@ -22,17 +26,22 @@ from .hopper_select import stored_layout
 
 
 @gluon.jit
-def _load(
-    x_desc,
-    w,
-    queue,
-    rings,
-    H,
-    D,
-    chunks_per_block,
-    STAGES: gl.constexpr,
-):
-    lists, counts, work, counter = queue
+def _item(queue, position, total):
+    """The packed item at `position`, or the last one where the queue has ended."""
+    return gl.load(queue[2] + gl.minimum(position, total - 1))
+
+
+@gluon.jit
+def _look_up(queue, packed, entry, H, chunks_per_block, CHUNK: gl.constexpr):
+    """(neurons listed, neuron of each entry). Entries past the list hold anything: mask before use."""
+    lists, counts, _work, _counter = queue
+    block = packed // chunks_per_block
+    first = (packed % chunks_per_block) * CHUNK
+    return gl.load(counts + block), gl.load(lists + block * H + first + entry)
+
+
+@gluon.jit
+def _load(x_desc, w, queue, rings, H, D, chunks_per_block, STAGES: gl.constexpr):
     x_ring, w_ring, ready, free = rings
     CHUNK: gl.constexpr = w_ring.shape[1]
     ROWS: gl.constexpr = x_desc.block_shape[0]
@@ -40,34 +49,36 @@ def _load(
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     entry = gl.arange(0, CHUNK, gl.SliceLayout(1, COPY))
     depth = gl.arange(0, DEPTH, gl.SliceLayout(0, COPY))
+    total = gl.load(queue[3])
+    stride = gl.num_programs(0)
     step = 0
-    for item in range(gl.program_id(0), gl.load(counter), gl.num_programs(0)):
-        packed = gl.load(work + item)
-        block = packed // chunks_per_block
-        first = (packed % chunks_per_block) * CHUNK
-        listed = first + entry < gl.load(counts + block)
-        neuron = gl.load(lists + block * H + first + entry, mask=listed, other=0)
-        source = w + (neuron * D)[:, None] + depth[None, :]
-        inside = listed[:, None] & (depth < DEPTH)[None, :]
-        for k in range(0, D, DEPTH):
-            stage = step % STAGES
-            mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                x_desc, [block * ROWS, k], ready.index(stage), x_ring.index(stage)
-            )
-            async_copy.async_copy_global_to_shared(
-                w_ring.index(stage), source + k, mask=inside, eviction_policy="evict_last"
-            )
-            async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-            step += 1
+    if gl.program_id(0) < total:
+        packed = _item(queue, gl.program_id(0), total)
+        coming = _item(queue, gl.program_id(0) + stride, total)
+        count, neuron = _look_up(queue, packed, entry, H, chunks_per_block, CHUNK)
+        for item in range(gl.program_id(0), total, stride):
+            block = packed // chunks_per_block
+            first = (packed % chunks_per_block) * CHUNK
+            inside = (first + entry < count)[:, None] & (depth < DEPTH)[None, :]
+            source = w + (neuron * D)[:, None] + depth[None, :]
+            packed = coming
+            count, neuron = _look_up(queue, packed, entry, H, chunks_per_block, CHUNK)
+            coming = _item(queue, item + 2 * stride, total)
+            for k in range(0, D, DEPTH):
+                stage = step % STAGES
+                mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    x_desc, [block * ROWS, k], ready.index(stage), x_ring.index(stage)
+                )
+                async_copy.async_copy_global_to_shared(w_ring.index(stage), source + k, mask=inside)
+                async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+                step += 1
 
 
 @gluon.jit
 def _multiply(
-    bias,
-    values,
-    hidden,
+    target,
     queue,
     rings,
     H,
@@ -77,59 +88,71 @@ def _multiply(
     HAS_BIAS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    lists, counts, work, counter = queue
+    bias, values, hidden_desc, h_tile = target
     x_ring, w_ring, ready, free = rings
     DTYPE: gl.constexpr = values.dtype.element_ty
-    padded = chunks_per_block * w_ring.shape[1]
-    NEURONS: gl.constexpr = w_ring.shape[1] // 2
+    CHUNK: gl.constexpr = w_ring.shape[1]
+    NEURONS: gl.constexpr = CHUNK // 2
     ROWS: gl.constexpr = x_ring.shape[1]
     DEPTH: gl.constexpr = x_ring.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUT: gl.constexpr = stored_layout(NEURONS, ROWS)
     token = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     entry = gl.arange(0, NEURONS, gl.SliceLayout(1, OUT))
+    total = gl.load(queue[3])
+    stride = gl.num_programs(0)
     step = 0
-    for item in range(gl.program_id(0), gl.load(counter), gl.num_programs(0)):
-        packed = gl.load(work + item)
-        block = packed // chunks_per_block
-        first = (packed % chunks_per_block) * 2 * NEURONS + HALF * NEURONS
-        count = gl.load(counts + block)
-        if first < count:
-            acc = gl.zeros([NEURONS, ROWS], gl.float32, ACC)
-            for k in range(0, D, DEPTH):
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                fence_async_shared()  # the copies are ordinary writes; the product reads through another proxy
-                weights = w_ring.index(stage).slice(HALF * NEURONS, NEURONS)
-                acc = warpgroup_mma(
-                    weights, x_ring.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True
-                )
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
-                step += 1
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
-
+    if gl.program_id(0) < total:
+        packed = _item(queue, gl.program_id(0), total)
+        coming = _item(queue, gl.program_id(0) + stride, total)
+        count, neuron = _look_up(queue, packed, HALF * NEURONS + entry, H, chunks_per_block, CHUNK)
+        for item in range(gl.program_id(0), total, stride):
+            block = packed // chunks_per_block
+            first = (packed % chunks_per_block) * CHUNK + HALF * NEURONS
             listed = first + entry < count
-            neuron = gl.load(lists + block * H + first + entry, mask=listed, other=0)
-            cell = values + block.to(gl.int64) * H * ROWS + (neuron * ROWS)[:, None] + token[None, :]
             kept = listed[:, None] & (token < ROWS)[None, :]
-            gate = gl.load(cell, mask=kept, other=0.0, eviction_policy="evict_first").to(gl.float32)
+            cell = values + block.to(gl.int64) * H * ROWS + (neuron * ROWS)[:, None] + token[None, :]
+            gate = gl.load(cell, mask=kept, other=0.0)
+            some = first < count
             if HAS_BIAS:
-                acc_entry = gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
-                real = first + acc_entry < count
-                n = gl.load(lists + block * H + first + acc_entry, mask=real, other=0)
-                acc += gl.load(bias + n, mask=real, other=0.0).to(gl.float32)[:, None]
-            up = gl.convert_layout(acc.to(DTYPE), OUT).to(gl.float32)
-            product = gl.where(gate == 0.0, 0.0, gate * up).to(DTYPE)
-            row = hidden + (block.to(gl.int64) * padded + first) * ROWS + (entry * ROWS)[:, None]
-            gl.store(row + token[None, :], product)  # zeros past the list: the down product reads whole steps
-        else:
-            for k in range(0, D, DEPTH):
-                stage = step % STAGES
-                mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-                mbarrier.arrive(free.index(stage), count=1)
-                step += 1
+                shift = gl.load(bias + neuron, mask=listed, other=0.0).to(gl.float32)
+            packed = coming
+            count, neuron = _look_up(queue, packed, HALF * NEURONS + entry, H, chunks_per_block, CHUNK)
+            coming = _item(queue, item + 2 * stride, total)
+            if some:
+                acc = gl.zeros([NEURONS, ROWS], gl.float32, ACC)
+                for k in range(0, D, DEPTH):
+                    stage = step % STAGES
+                    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+                    # The copies are ordinary writes; the product reads shared memory by another proxy.
+                    fence_async_shared()
+                    weights = w_ring.index(stage).slice(HALF * NEURONS, NEURONS)
+                    acc = warpgroup_mma(
+                        weights, x_ring.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True
+                    )
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                    step += 1
+                acc = warpgroup_mma_wait(0, deps=[acc])
+                mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+                if HAS_BIAS:
+                    acc += gl.convert_layout(shift, gl.SliceLayout(1, ACC))[:, None]
+                up = gl.convert_layout(acc.to(DTYPE), OUT).to(gl.float32)
+                wide = gate.to(gl.float32)
+                product = gl.where(wide == 0.0, 0.0, wide * up).to(DTYPE)
+                # Rows past the list are zero: the down product reads whole steps.
+                tma.store_wait(0)  # of the item before: its rows have left shared memory
+                h_tile.index(HALF).store(product)
+                fence_async_shared()
+                row = block * chunks_per_block * CHUNK + first
+                tma.async_copy_shared_to_global(hidden_desc, [row, 0], h_tile.index(HALF))
+            else:
+                for _k in range(0, D, DEPTH):
+                    stage = step % STAGES
+                    mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+                    mbarrier.arrive(free.index(stage), count=1)
+                    step += 1
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -138,7 +161,7 @@ def up_blocks_hopper(
     w,
     bias,
     values,
-    hidden,
+    hidden_desc,
     lists,
     counts,
     work,
@@ -151,9 +174,13 @@ def up_blocks_hopper(
     W_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `up_blocks`; D a multiple of DEPTH; 4 warps."""
+    """As `up_blocks`; D a multiple of DEPTH; lists readable CHUNK entries past their end; 4 warps.
+
+    hidden_desc: blocks [CHUNK / 2, ROWS] of hidden [B * P, ROWS].
+    """
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
     w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CHUNK, x_desc.block_shape[1]], W_LAYOUT)
+    h_tile = gl.allocate_shared_memory(x_desc.dtype, [2] + hidden_desc.block_shape, hidden_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -161,12 +188,13 @@ def up_blocks_hopper(
         mbarrier.init(free.index(stage), count=2)
     queue = (lists, counts, work, counter)
     rings = (x_ring, w_ring, ready, free)
+    target = (bias, values, hidden_desc, h_tile)
     gl.warp_specialize(
         [
-            (_multiply, (bias, values, hidden, queue, rings, H, D, chunks_per_block, 0, HAS_BIAS, STAGES)),
-            (_multiply, (bias, values, hidden, queue, rings, H, D, chunks_per_block, 1, HAS_BIAS, STAGES)),
+            (_multiply, (target, queue, rings, H, D, chunks_per_block, 0, HAS_BIAS, STAGES)),
+            (_multiply, (target, queue, rings, H, D, chunks_per_block, 1, HAS_BIAS, STAGES)),
             (_load, (x_desc, w, queue, rings, H, D, chunks_per_block, STAGES)),
         ],
         [4, 4],
-        [208, 80],
+        [216, 72],
     )

@@ -60,24 +60,28 @@ class Operands:
 
 
 def prepare(args: FfnArgs) -> Operands:
-    """Copies what is not contiguous; a neuron-major `down` (`down.mT` contiguous) costs nothing."""
+    """Copies what is not contiguous and aligned; a neuron-major `down` costs nothing."""
     gated = args.gate is not None
     activation = args.activation
     return Operands(
-        x=args.x.contiguous(),
-        select=args.selector.contiguous(),
-        up=args.up.contiguous() if gated else None,
-        down=args.down.mT.contiguous(),
-        select_bias=_contiguous(args.selector_bias),
-        up_bias=_contiguous(args.up_bias) if gated else None,
-        down_bias=_contiguous(args.down_bias),
+        x=_readable(args.x),
+        select=_readable(args.selector),
+        up=_readable(args.up) if gated else None,
+        down=_readable(args.down.mT),
+        select_bias=_readable(args.selector_bias),
+        up_bias=_readable(args.up_bias) if gated else None,
+        down_bias=_readable(args.down_bias),
         threshold=largest_at_most(activation.threshold, args.x.dtype),
         square=activation.name == "relu2",
     )
 
 
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
+def _readable(tensor: Tensor | None) -> Tensor | None:
+    """Contiguous and 16-byte aligned, as TMA and vector loads need it."""
+    if tensor is None:
+        return None
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def is_neuron_major(down: Tensor) -> bool:

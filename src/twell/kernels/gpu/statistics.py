@@ -7,9 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def count_firing(
-    values, active, firing, H, blocks, per_program, NEURONS: tl.constexpr, ROWS: tl.constexpr
-):
+def count_firing(values, active, firing, H, blocks, per_program, NEURONS: tl.constexpr, ROWS: tl.constexpr):
     """firing[n] += tokens whose value is not 0; integers, so the order of additions does not matter."""
     neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
     token = tl.arange(0, ROWS)
@@ -52,6 +50,8 @@ def sum_magnitudes(
         else:
             live = tl.load(active + block * H + row, mask=row < H, other=0) > 0
             start = tl.cast(block, tl.int64) * H
-        value = tl.load(hidden + (start + row)[:, None] * ROWS + token[None, :], mask=live[:, None], other=0.0)
+        value = tl.load(
+            hidden + (start + row)[:, None] * ROWS + token[None, :], mask=live[:, None], other=0.0
+        )
         total += tl.sum(tl.abs(value.to(tl.float32)), 1)
     tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))

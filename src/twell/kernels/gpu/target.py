@@ -11,9 +11,10 @@ import triton
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """capability: (major, minor) of the GPU, (0, 0) for Triton's interpreter on the CPU;
+    """name: of the GPU; capability: (major, minor) of the GPU, (0, 0) for Triton's interpreter on the CPU;
     processors: streaming multiprocessors; shared_memory: bytes that one program may use."""
 
+    name: str
     capability: tuple[int, int]
     processors: int
     shared_memory: int
@@ -23,7 +24,7 @@ class Target:
         return self.capability == (9, 0)
 
 
-_INTERPRETER = Target(capability=(0, 0), processors=3, shared_memory=48 << 10)
+_INTERPRETER = Target(name="interpreter", capability=(0, 0), processors=3, shared_memory=48 << 10)
 
 
 def interpreting() -> bool:
@@ -39,6 +40,7 @@ def target_of(device: torch.device) -> Target:
 def _gpu(index: int) -> Target:
     properties = torch.cuda.get_device_properties(index)
     return Target(
+        name=properties.name,
         capability=(properties.major, properties.minor),
         processors=properties.multi_processor_count,
         shared_memory=properties.shared_memory_per_block_optin,

@@ -1,0 +1,142 @@
+"""Launches the few-token kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from .few import few_down, few_select_up
+from .operands import Operands, element_bytes
+from .target import Target, target_of
+
+# Beyond this many tokens the block path has enough blocks to fill a GPU and reuses weights better.
+MOST_TOKENS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewTiles:
+    """rows: tokens per block; neurons, depth, warps, stages of `few_select_up`; width (outputs per program),
+    side (tiles taken side by side), warps and stages of `few_down`."""
+
+    rows: int
+    neurons: int
+    depth: int
+    warps: int
+    stages: int
+    width: int
+    side: int
+    down_warps: int
+    down_stages: int
+
+
+def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, features: int) -> FewTiles:
+    """H200, bf16, D 2048, H 5632, nnz 24, weights cold, CUDA graph, microseconds (dense about 32):
+
+    1 token     8 neurons x 2048, 4 warps 13.0; 8 x 1024 14.2; 16 x 1024 17
+    8 tokens    32 x 256, 4 stages 21.4; 32 x 128, 6 stages 22; 16 x 512 25
+    64 tokens   64 x 128 28; 32 x 128 45
+    """
+    wide = element_bytes(dtype) > 2
+    if target.capability == (0, 0):
+        rows = 1 if tokens == 1 else 16
+        return FewTiles(
+            rows=rows, neurons=16, depth=16, warps=4, stages=1, width=16, side=4, down_warps=4, down_stages=1
+        )
+    if tokens == 1:
+        depth = min(2048, triton.next_power_of_2(features)) // (2 if wide else 1)
+        side = min(1024, triton.next_power_of_2(triton.cdiv(neurons, 8)))
+        return FewTiles(
+            rows=1,
+            neurons=8,
+            depth=depth,
+            warps=4,
+            stages=1,
+            width=32,
+            side=side,
+            down_warps=8,
+            down_stages=2,
+        )
+    rows = min(64, max(16, triton.next_power_of_2(tokens)))
+    tile = 64 if rows == 64 else 32
+    depth, stages = (128, 4) if rows == 64 else (256, 4)
+    if wide:
+        depth, stages = 32, 2
+    side = min(128 if rows == 64 else 256, triton.next_power_of_2(triton.cdiv(neurons, tile)))
+    return FewTiles(
+        rows=rows,
+        neurons=tile,
+        depth=depth,
+        warps=4,
+        stages=stages,
+        width=32,
+        side=max(side, 16),
+        down_warps=4,
+        down_stages=2 if wide else 5,
+    )
+
+
+def run_few(operands: Operands) -> tuple[Tensor, Tensor, int]:
+    """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold.
+
+    Meant for up to MOST_TOKENS tokens, correct for any number.
+    """
+    target = target_of(operands.x.device)
+    tiles = few_tiles(target, operands.x.dtype, operands.tokens, operands.neurons, operands.features)
+    blocks = triton.cdiv(operands.tokens, tiles.rows)
+    count = triton.cdiv(operands.neurons, tiles.neurons)
+    new = operands.x.new_empty
+    values = new(blocks * count * tiles.neurons, tiles.rows)
+    neurons = new(blocks * count * tiles.neurons, dtype=torch.int32)
+    counts = new(blocks * count, dtype=torch.int32)
+    y = new(operands.tokens, operands.outputs)
+    chained = target.capability >= (9, 0)  # the second kernel's launch overlaps the first
+    few_select_up[(count, blocks)](
+        operands.x,
+        operands.select,
+        operands.pointer(operands.up),
+        operands.pointer(operands.select_bias),
+        operands.pointer(operands.up_bias),
+        values,
+        neurons,
+        counts,
+        operands.tokens,
+        operands.neurons,
+        operands.features,
+        operands.threshold,
+        HAS_SELECT_BIAS=operands.select_bias is not None,
+        HAS_UP_BIAS=operands.up_bias is not None,
+        GATED=operands.up is not None,
+        SQUARE=operands.square,
+        NEURONS=tiles.neurons,
+        ROWS=tiles.rows,
+        DEPTH=tiles.depth,
+        PRECISION=operands.precision,
+        CHAINED=chained,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    few_down[(triton.cdiv(operands.outputs, tiles.width), blocks)](
+        operands.down,
+        operands.pointer(operands.down_bias),
+        values,
+        neurons,
+        counts,
+        y,
+        operands.tokens,
+        operands.outputs,
+        count,
+        HAS_BIAS=operands.down_bias is not None,
+        NEURONS=tiles.neurons,
+        TILES=tiles.side,
+        ROWS=tiles.rows,
+        WIDTH=tiles.width,
+        PRECISION=operands.precision,
+        CHAINED=chained,
+        num_warps=tiles.down_warps,
+        num_stages=tiles.down_stages,
+        **({"launch_pdl": True} if chained else {}),
+    )
+    return y, counts, blocks * operands.neurons

@@ -1,0 +1,75 @@
+"""How active each layer is, read from the device without ever waiting for it.
+
+The sparse kernels count active neurons anyway. Now and then those counts are copied to the host behind the
+kernels that wrote them; a later call picks them up if they have arrived. Automatic plans decide by the last
+known share; a layer that turned out dense is looked at again every few hundred calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+_MOST_LAYERS = 4096
+_LOOK_AGAIN = 256  # calls
+
+
+class _Layer:
+    def __init__(self) -> None:
+        self.share: float | None = None
+        self.calls = 0
+        self.pending: tuple[torch.cuda.Event, Tensor, int] | None = None
+
+
+_layers: OrderedDict[Hashable, _Layer] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _layer(key: Hashable) -> _Layer:
+    with _lock:
+        layer = _layers.get(key)
+        if layer is None:
+            layer = _layers[key] = _Layer()
+            if len(_layers) > _MOST_LAYERS:
+                _layers.popitem(last=False)
+        return layer
+
+
+def known_share(key: Hashable) -> float | None:
+    """The layer's last known share of active neurons, None before the first reading."""
+    layer = _layer(key)
+    pending = layer.pending
+    if pending is not None and pending[0].query():
+        _, counts, slots = pending
+        layer.share = float(counts.sum()) / slots
+        layer.pending = None
+    return layer.share
+
+
+def wants_reading(key: Hashable) -> bool:
+    """Whether this call should run sparse and be read: at powers of two, then every few hundred calls."""
+    layer = _layer(key)
+    layer.calls += 1
+    calls = layer.calls
+    return layer.pending is None and (
+        calls % _LOOK_AGAIN == 0 or (calls < _LOOK_AGAIN and calls & (calls - 1) == 0)
+    )
+
+
+def read_later(key: Hashable, counts: Tensor, slots: int) -> None:
+    """Copy `counts` (active neurons per block or tile) to the host; `slots` of them would be all active."""
+    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+    host.copy_(counts, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    _layer(key).pending = (event, host, slots)
+
+
+def forget() -> None:
+    """Drop every reading (tests)."""
+    with _lock:
+        _layers.clear()
