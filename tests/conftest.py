@@ -1,6 +1,12 @@
-"""Hypothesis settings shared by every property test; TWELL_HYPOTHESIS_EXAMPLES sets how hard they search."""
+"""Settings of the whole suite: Triton's interpreter where there is no GPU, Hypothesis' effort."""
 
 import os
+
+import torch
+
+if not torch.cuda.is_available():
+    # Before anything imports Triton: the kernels of tests/gpu then run on the CPU, in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:
     from hypothesis import settings

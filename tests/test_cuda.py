@@ -1,4 +1,4 @@
-"""On a CUDA device: until GPU kernels join the registry, blocks run dense, exactly, and say so."""
+"""The public face on a CUDA device: whatever path runs, results are exact and fallbacks are said."""
 
 from __future__ import annotations
 

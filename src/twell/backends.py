@@ -7,7 +7,6 @@ New kernels join with `register_backend`; nothing else in the library names them
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -147,19 +146,13 @@ def _cpu_worthwhile(site: Site) -> bool:
 def _gpu_refusal(site: Site) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
-    if site.device_type != "cuda" and not _interpreted(site):
+    if site.device_type != "cuda":
         return f"the tensors are on {site.device_type!r}, not on a CUDA device"
     if site.dtype not in _GPU_DTYPES:
         return f"its kernels take {', '.join(map(str, _GPU_DTYPES))}, not {site.dtype}"
-    if site.device_type == "cpu" and site.dtype == torch.bfloat16:
-        return "Triton's interpreter does not multiply bfloat16 correctly"
     if site.hidden % 8 or site.neurons % 8:
         return f"D and H must be multiples of 8, not {site.hidden} and {site.neurons}"
     return None
-
-
-def _interpreted(site: Site) -> bool:
-    return site.device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:

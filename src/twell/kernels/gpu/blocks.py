@@ -114,7 +114,7 @@ def _run_slab(
     tiles: BlockTiles,
     recorded: Recorded | None,
 ) -> None:
-    tokens, blocks = x.shape[0], triton.cdiv(x.shape[0], tiles.rows)
+    blocks = triton.cdiv(x.shape[0], tiles.rows)
     hopper = uses_hopper(operands, target, tiles)
     chunk = up_chunk(operands, target, tiles)
     if hopper:  # imported here: other devices need no Gluon

@@ -56,9 +56,10 @@ def _auto(args: FfnArgs, block_rows: int, record: bool) -> FfnOutput:
         return dense_forward(args, record)
     bucket = 1 << (tokens - 1).bit_length()
     key = (device.index, args.selector.data_ptr(), tuple(args.selector.shape), bucket)
-    share = monitor.known_share(key)
-    capturing = torch.cuda.is_current_stream_capturing()
-    reading = not capturing and monitor.wants_reading(key)
+    if torch.cuda.is_current_stream_capturing():  # nothing may be asked of the device now
+        share, reading = monitor.last_share(key), False
+    else:
+        share, reading = monitor.known_share(key), monitor.wants_reading(key)
     if share is not None and share > limit and not reading:
         return dense_forward(args, record)
     return _block(args, block_rows, record, key if reading else None)

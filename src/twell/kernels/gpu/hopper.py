@@ -13,7 +13,8 @@ from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
 
 _NEURONS, _DEPTH = 256, 64
-_SELECT_STAGES, _UP_STAGES, _DOWN_STAGES = 4, 3, 3  # what fits beside the output tiles of up and down
+_SELECT_STAGES, _UP_STAGES = 4, 4
+_DOWN_STAGES = 3  # what fits beside its output tile
 _DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -56,7 +57,7 @@ def launch_up(operands, x, workspace, target, tiles) -> None:
         operands.up,
         operands.pointer(operands.up_bias),
         workspace.values,
-        _describe(workspace.hidden, [_NEURONS // 2, tiles.rows]),
+        workspace.hidden,
         workspace.lists,
         workspace.counts,
         workspace.work,

@@ -2,8 +2,8 @@
 
 The producer is a warpgroup: x comes by TMA, the weight rows of listed neurons by 16-byte asynchronous
 copies (Hopper's TMA gathers no rows), both arriving at the same barrier. Each consumer warpgroup owns
-half of a work item's neurons, skips the product when its half is empty, and hands its results to TMA
-through shared memory, which stores them while the next product runs.
+half of a work item's neurons and skips the product when its half is empty. (Storing results through
+shared memory and TMA costs a stage of the ring: 0.56 ms instead of 0.54.)
 
 Finding out what an item is takes three dependent loads (item, count, list). Everyone looks one item ahead,
 so that nobody waits for them, and consumers load an item's gates before its product starts.
@@ -88,7 +88,7 @@ def _multiply(
     HAS_BIAS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    bias, values, hidden_desc, h_tile = target
+    bias, values, hidden = target
     x_ring, w_ring, ready, free = rings
     DTYPE: gl.constexpr = values.dtype.element_ty
     CHUNK: gl.constexpr = w_ring.shape[1]
@@ -141,18 +141,14 @@ def _multiply(
                 wide = gate.to(gl.float32)
                 product = gl.where(wide == 0.0, 0.0, wide * up).to(DTYPE)
                 # Rows past the list are zero: the down product reads whole steps.
-                tma.store_wait(0)  # of the item before: its rows have left shared memory
-                h_tile.index(HALF).store(product)
-                fence_async_shared()
-                row = block * chunks_per_block * CHUNK + first
-                tma.async_copy_shared_to_global(hidden_desc, [row, 0], h_tile.index(HALF))
+                row = hidden + (block.to(gl.int64) * chunks_per_block * CHUNK + first) * ROWS
+                gl.store(row + (entry * ROWS)[:, None] + token[None, :], product)
             else:
                 for _k in range(0, D, DEPTH):
                     stage = step % STAGES
                     mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
                     mbarrier.arrive(free.index(stage), count=1)
                     step += 1
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -161,7 +157,7 @@ def up_blocks_hopper(
     w,
     bias,
     values,
-    hidden_desc,
+    hidden,
     lists,
     counts,
     work,
@@ -174,13 +170,9 @@ def up_blocks_hopper(
     W_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `up_blocks`; D a multiple of DEPTH; lists readable CHUNK entries past their end; 4 warps.
-
-    hidden_desc: blocks [CHUNK / 2, ROWS] of hidden [B * P, ROWS].
-    """
+    """As `up_blocks`; D a multiple of DEPTH; lists readable CHUNK entries past their end; 4 warps."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
     w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, CHUNK, x_desc.block_shape[1]], W_LAYOUT)
-    h_tile = gl.allocate_shared_memory(x_desc.dtype, [2] + hidden_desc.block_shape, hidden_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -188,7 +180,7 @@ def up_blocks_hopper(
         mbarrier.init(free.index(stage), count=2)
     queue = (lists, counts, work, counter)
     rings = (x_ring, w_ring, ready, free)
-    target = (bias, values, hidden_desc, h_tile)
+    target = (bias, values, hidden)
     gl.warp_specialize(
         [
             (_multiply, (target, queue, rings, H, D, chunks_per_block, 0, HAS_BIAS, STAGES)),

@@ -39,6 +39,11 @@ def _layer(key: Hashable) -> _Layer:
         return layer
 
 
+def last_share(key: Hashable) -> float | None:
+    """As `known_share`, without looking whether a newer reading has arrived."""
+    return _layer(key).share
+
+
 def known_share(key: Hashable) -> float | None:
     """The layer's last known share of active neurons, None before the first reading."""
     layer = _layer(key)

@@ -1,0 +1,119 @@
+"""The portable kernels on small shapes that cross every tile border, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell import Plan, ffn, ffn_with_stats, reference
+from twell.synthetic import make_ffn
+
+from ..accuracy import assert_accurate, stock_dense
+
+HIDDEN, NEURONS = 40, 104  # neither is a multiple of a tile
+
+
+def block(tokens, nnz=20, dtype=torch.float16, gated=True, bias=False, seed=0):
+    x, up, down, gate = make_ffn(tokens, HIDDEN, NEURONS, nnz, gated=gated, dtype=dtype, seed=seed).operands()
+    biases = {}
+    if bias:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = {"up_bias": NEURONS, "down_bias": HIDDEN} | ({"gate_bias": NEURONS} if gated else {})
+        biases = {name: torch.randn(n, generator=generator).to(dtype) for name, n in sizes.items()}
+    return (x, up, down, gate), biases
+
+
+def check(tensors, biases, activation, plan):
+    y = ffn(*tensors, activation=activation, plan=plan, **biases)
+    exact = reference.ffn(*tensors, activation=activation, dtype=torch.float64, **biases)
+    assert_accurate(y, exact.y, stock_dense(*tensors, activation=activation, **biases))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 33])
+@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+def test_matches_the_oracle(interpreted, dtype, gated, tokens, rows):
+    tensors, biases = block(tokens, dtype=dtype, gated=gated)
+    check(tensors, biases, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+def test_activations_and_biases(interpreted, activation, gated, rows):
+    # float32: in 16 bits a pre-activation next to the threshold may fall on either side of it
+    tensors, biases = block(21, dtype=torch.float32, gated=gated, bias=True)
+    check(tensors, biases, activation, Plan(path="block", block_rows=rows, backend=interpreted))
+
+
+@pytest.mark.parametrize("nnz", [0, 1, NEURONS])
+@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_from_none_to_all_active(interpreted, nnz, rows, tokens):
+    tensors, biases = block(tokens, nnz=nnz)
+    check(tensors, biases, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
+
+
+@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+def test_a_nan_gate_reaches_the_output(interpreted, rows):
+    (x, up, down, gate), _ = block(20)
+    x = x.clone()
+    x[3, 5] = float("nan")
+    y = ffn(x, up, down, gate, plan=Plan(path="block", block_rows=rows, backend=interpreted))
+    assert torch.isnan(y[3]).all()
+    assert not torch.isnan(y[:3]).any()
+
+
+@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+def test_an_inactive_token_keeps_its_zero_beside_an_infinite_up(interpreted, rows):
+    """Token 1 activates neuron 0, token 0 does not; token 0's up value overflows: 0 x inf must stay 0."""
+    up, gate, x = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(2, 8)
+    x[:, 0] = torch.tensor([-1.0, 1.0])
+    gate[0, 0] = 1.0
+    x[0, 1] = up[0, 1] = 3e38  # their product is infinite in float32
+    down = torch.ones(8, 8)
+    y = ffn(x, up, down, gate, plan=Plan(path="block", block_rows=rows, backend=interpreted))
+    assert torch.equal(y[0], torch.zeros(8))
+
+
+def test_strided_operands(interpreted):
+    (x, up, down, gate), _ = block(20)
+    wide = torch.randn(20, 2 * HIDDEN).half()
+    wide[:, ::2] = x
+    strided = wide[:, ::2]
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    assert torch.equal(ffn(strided, up, down, gate, plan=plan), ffn(x, up, down, gate, plan=plan))
+    rows = down.mT.contiguous().mT  # neuron-major
+    assert torch.equal(ffn(x, up, rows, gate, plan=plan), ffn(x, up, down, gate, plan=plan))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_statistics(interpreted, gated):
+    tensors, biases = block(37, gated=gated, bias=True, dtype=torch.float32)
+    _, stats = ffn_with_stats(*tensors, plan=Plan(path="block", block_rows=16, backend=interpreted), **biases)
+    exact = reference.ffn(*tensors, dtype=torch.float64, **biases)
+    assert torch.equal(stats.firing, exact.firing)
+    assert stats.l1.item() == pytest.approx(exact.l1.item(), rel=1e-5)
+
+
+def test_slabs_of_tokens_give_the_same(interpreted, monkeypatch):
+    tensors, _ = block(70)
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    whole = ffn(*tensors, plan=plan)
+    monkeypatch.setattr("twell.kernels.gpu.blocks.WORKSPACE_BYTES", 2 * 2 * NEURONS * 16 * 2)
+    assert torch.equal(ffn(*tensors, plan=plan), whole)
+
+
+def test_registered_op(interpreted):
+    tensors, _ = block(9, dtype=torch.float32)
+    op = torch.ops.twell.ffn.default
+    args = (*tensors, None, None, None, "relu", "block", 16, interpreted, True)
+    torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_output_size_may_differ(interpreted):
+    (x, up, _, gate), _ = block(20)
+    down = torch.randn(24, NEURONS).half()
+    for rows in (0, 16):
+        check((x, up, down, gate), {}, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
