@@ -18,6 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .hopper_names import copy_rows, tma_load, tma_store
+
 
 @gluon.jit
 def _load(hidden_desc, w, lists, counts, rings, tiles, across, H, E, padded, STAGES: gl.constexpr):
@@ -46,10 +48,8 @@ def _load(hidden_desc, w, lists, counts, rings, tiles, across, H, E, padded, STA
             neuron = gl.load(ahead + entry)  # past a list: anything, masked before use
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(stage), hidden_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                hidden_desc, [block * padded + k, 0], ready.index(stage), h_ring.index(stage)
-            )
-            async_copy.async_copy_global_to_shared(w_ring.index(stage), source, mask=inside)
+            tma_load(hidden_desc, [block * padded + k, 0], ready.index(stage), h_ring.index(stage))
+            copy_rows(w_ring.index(stage), source, mask=inside)
             async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
             step += 1
         if count == 0:
@@ -101,7 +101,7 @@ def _multiply(
         y_tile.index(HALF).store(acc.to(y_desc.dtype))
         fence_async_shared()
         row = (tile // across) * 2 * TOKENS + HALF * TOKENS
-        tma.async_copy_shared_to_global(y_desc, [row, first], y_tile.index(HALF))
+        tma_store(y_desc, [row, first], y_tile.index(HALF))
     tma.store_wait(0)
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .hopper_names import tma_load
 
 
 @gluon.jit
@@ -60,12 +62,8 @@ def _load(x_desc, w_desc, rings, M, H, D, STAGES: gl.constexpr):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                w_desc, [(tile % tiles_n) * NEURONS, k], ready.index(stage), w_ring.index(stage)
-            )
-            tma.async_copy_global_to_shared(
-                x_desc, [(tile // tiles_n) * TOKENS, k], ready.index(stage), x_ring.index(stage)
-            )
+            tma_load(w_desc, [(tile % tiles_n) * NEURONS, k], ready.index(stage), w_ring.index(stage))
+            tma_load(x_desc, [(tile // tiles_n) * TOKENS, k], ready.index(stage), x_ring.index(stage))
             step += 1
 
 

@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from .hopper_names import copy_rows, tma_load
 from .hopper_select import stored_layout
 
 
@@ -68,10 +68,8 @@ def _load(x_desc, w, queue, rings, H, D, chunks_per_block, STAGES: gl.constexpr)
                 stage = step % STAGES
                 mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
                 mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    x_desc, [block * ROWS, k], ready.index(stage), x_ring.index(stage)
-                )
-                async_copy.async_copy_global_to_shared(w_ring.index(stage), source + k, mask=inside)
+                tma_load(x_desc, [block * ROWS, k], ready.index(stage), x_ring.index(stage))
+                copy_rows(w_ring.index(stage), source + k, mask=inside)
                 async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
                 step += 1
 

@@ -50,8 +50,6 @@ def _bits(
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    if HAS_BIAS:
-        acc += tl.load(bias + neuron, mask=neuron < H, other=0.0).to(tl.float32)
     value = activate_stored(acc, threshold, PLAIN, SQUARE, DTYPE)
     bits = value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
     if not EVEN:
@@ -104,7 +102,7 @@ def pack_rows(
     column = 2 * q[:, None, None] + 8 * tl.arange(0, TILE // 16)
     t = tl.arange(0, TOKENS)
     slot = t % 8 + t // 8 % (TOKENS // 16) * 16 + t // (TOKENS // 2) * 8
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=DESCRIBED):
         block = tile // tiles_n
         first = (tile % tiles_n) * TILE
         acc = tl.zeros([TOKENS, TILE], tl.float32)
@@ -121,6 +119,9 @@ def pack_rows(
                 )
                 ws = tl.load(w + n[:, None] * D + depth, mask=(n < H)[:, None] & (depth < D), other=0.0)
             acc = tl.dot(xs, ws.T, acc, input_precision=PRECISION)
+        if HAS_BIAS:
+            n = first + tl.arange(0, TILE)
+            acc += tl.load(bias + n, mask=n < H, other=0.0).to(tl.float32)[None, :]
         a, b, c, d = _quarters(acc)
         neuron = first + column
         a = _bits(a, neuron, bias, H, threshold, HAS_BIAS, PLAIN, SQUARE, EVEN, DTYPE)
