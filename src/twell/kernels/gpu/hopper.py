@@ -1,6 +1,8 @@
-"""Launchers of the Hopper variants, with the signatures of the portable ones in `blocks`."""
+"""Launchers of the Hopper variants, for `BlockStages`."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -11,6 +13,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .hopper_down import down_blocks_hopper
 from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
+
+if TYPE_CHECKING:
+    from .block_stages import BlockStages
 
 _NEURONS, _DEPTH = 256, 64
 _SELECT_STAGES, _UP_STAGES = 4, 4
@@ -27,10 +32,11 @@ def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, block, _layout(block, tensor.dtype))
 
 
-def launch_select(operands, x, workspace, target, tiles) -> None:
+def launch_select(stages: BlockStages, x: Tensor) -> None:
+    operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     tokens, neurons = 2 * tiles.rows, 256 * 128 // (2 * tiles.rows)
     work = triton.cdiv(x.shape[0], tokens) * triton.cdiv(operands.neurons, neurons)
-    select_blocks_hopper[(min(target.processors, work),)](
+    select_blocks_hopper[(min(stages.target.processors, work),)](
         _describe(x, [tokens, _DEPTH]),
         _describe(operands.select, [neurons, _DEPTH]),
         operands.pointer(operands.select_bias),
@@ -50,9 +56,10 @@ def launch_select(operands, x, workspace, target, tiles) -> None:
     )
 
 
-def launch_up(operands, x, workspace, target, tiles) -> None:
+def launch_up(stages: BlockStages, x: Tensor) -> None:
+    operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     most = triton.cdiv(x.shape[0], tiles.rows) * triton.cdiv(operands.neurons, _NEURONS)
-    up_blocks_hopper[(min(target.processors, most),)](
+    up_blocks_hopper[(min(stages.target.processors, most),)](
         _describe(x, [tiles.rows, _DEPTH]),
         operands.up,
         operands.pointer(operands.up_bias),
@@ -73,9 +80,10 @@ def launch_up(operands, x, workspace, target, tiles) -> None:
     )
 
 
-def launch_down(operands, y, workspace, target, tiles) -> None:
+def launch_down(stages: BlockStages, y: Tensor) -> None:
+    operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     blocks = triton.cdiv(y.shape[0], tiles.rows)
-    down_blocks_hopper[(min(target.processors, blocks * triton.cdiv(operands.outputs, _DOWN_WIDTH)),)](
+    down_blocks_hopper[(min(stages.target.processors, blocks * triton.cdiv(operands.outputs, _DOWN_WIDTH)),)](
         _describe(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
         operands.pointer(operands.down_bias),

@@ -96,6 +96,7 @@ def pack_rows(
         DTYPE: tl.constexpr = x.dtype
     else:
         DTYPE: tl.constexpr = x.dtype.element_ty
+    tl.assume(D > 0)
     tiles_n = tl.cdiv(H, TILE)
     tiles = tl.cdiv(M, TOKENS) * tiles_n
     q = tl.arange(0, 4)

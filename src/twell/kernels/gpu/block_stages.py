@@ -1,0 +1,195 @@
+"""The four kernels of the block path, launched one by one on a workspace they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .down import down_blocks
+from .lists import list_active
+from .operands import Operands, element_bytes
+from .select import select_blocks
+from .target import Target, target_of
+from .tiles import BlockTiles, block_tiles
+from .up import up_blocks
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the kernels hand to each other; see `select`, `lists` and `up` for the layouts.
+
+    P is H rounded up to whole chunks of up; `hidden` is `values` itself if the block is not gated.
+    """
+
+    values: Tensor  # dtype [B, H, rows]
+    hidden: Tensor  # dtype [B * P, rows]
+    active: Tensor  # uint8 [B, H]
+    lists: Tensor  # int32 [B * H and a chunk more]
+    counts: Tensor  # int32 [B]
+    work: Tensor  # int32 [B * P / chunk]
+    counter: Tensor  # int32 [1]
+
+
+class BlockStages:
+    """select, list, up and down for slabs of up to `tokens` tokens; portable or Hopper kernels."""
+
+    def __init__(self, operands: Operands, tokens: int, rows: int) -> None:
+        """rows: tokens per block, 0 for the default."""
+        self.operands = operands
+        self.target: Target = target_of(operands.x.device)
+        self.tiles: BlockTiles = block_tiles(
+            self.target, operands.x.dtype, operands.tokens, operands.neurons, rows
+        )
+        self.hopper = _hopper_fits(operands, self.target, self.tiles)
+        self.chunk = 256 if self.hopper else self.tiles.up_chunk
+        self.chunks = triton.cdiv(operands.neurons, self.chunk)
+        self.workspace = self._allocate(tokens)
+
+    @property
+    def gated(self) -> bool:
+        return self.operands.up is not None
+
+    def blocks(self, tokens: int) -> int:
+        return triton.cdiv(tokens, self.tiles.rows)
+
+    def select(self, x: Tensor) -> None:
+        """active and values of the slab x [m, D]."""
+        if self.hopper:  # imported here: other devices need no Gluon
+            from .hopper import launch_select
+
+            return launch_select(self, x)
+        operands, tiles, workspace = self.operands, self.tiles, self.workspace
+        work = self.blocks(x.shape[0]) * triton.cdiv(operands.neurons, tiles.select_neurons)
+        select_blocks[(min(self.target.processors, work),)](
+            TensorDescriptor.from_tensor(x, [tiles.rows, tiles.select_depth]),
+            TensorDescriptor.from_tensor(operands.select, [tiles.select_neurons, tiles.select_depth]),
+            operands.pointer(operands.select_bias),
+            workspace.values,
+            workspace.active,
+            workspace.counter,
+            x.shape[0],
+            operands.neurons,
+            operands.features,
+            operands.threshold,
+            HAS_BIAS=operands.select_bias is not None,
+            PLAIN=operands.plain,
+            SQUARE=operands.square,
+            NEURONS=tiles.select_neurons,
+            ROWS=tiles.rows,
+            DEPTH=tiles.select_depth,
+            PRECISION=operands.precision,
+            num_warps=tiles.select_warps,
+            num_stages=tiles.select_stages,
+        )
+        return None
+
+    def list(self, tokens: int) -> None:
+        """lists, counts and work items from active; select has set the counter to 0."""
+        workspace, neurons = self.workspace, self.operands.neurons
+        list_active[(self.blocks(tokens),)](
+            workspace.active,
+            workspace.lists,
+            workspace.counts,
+            workspace.work,
+            workspace.counter,
+            neurons,
+            self.chunks,
+            CHUNK=self.chunk,
+            WIDTH=triton.next_power_of_2(neurons),
+            num_warps=8,
+        )
+
+    def up(self, x: Tensor) -> None:
+        """hidden from values; nothing to do if the block is not gated."""
+        if not self.gated:
+            return None
+        if self.hopper:
+            from .hopper import launch_up
+
+            return launch_up(self, x)
+        operands, tiles, workspace = self.operands, self.tiles, self.workspace
+        most = self.blocks(x.shape[0]) * self.chunks
+        up_blocks[(min(self.target.processors * tiles.up_programs, most),)](
+            TensorDescriptor.from_tensor(x, [tiles.rows, tiles.up_depth]),
+            operands.up,
+            operands.pointer(operands.up_bias),
+            workspace.values,
+            workspace.hidden,
+            workspace.lists,
+            workspace.counts,
+            workspace.work,
+            workspace.counter,
+            operands.neurons,
+            operands.features,
+            self.chunks,
+            HAS_BIAS=operands.up_bias is not None,
+            CHUNK=self.chunk,
+            ROWS=tiles.rows,
+            DEPTH=tiles.up_depth,
+            PRECISION=operands.precision,
+            num_warps=tiles.up_warps,
+            num_stages=tiles.up_stages,
+        )
+        return None
+
+    def down(self, y: Tensor) -> None:
+        """y [m, E] of the slab from hidden."""
+        operands, tiles, workspace = self.operands, self.tiles, self.workspace
+        if self.hopper and self.gated and tiles.rows == 128 and operands.outputs % 64 == 0:
+            from .hopper import launch_down
+
+            return launch_down(self, y)
+        hidden = workspace.hidden
+        across = triton.cdiv(operands.outputs, tiles.down_width)
+        down_blocks[(self.blocks(y.shape[0]) * across,)](
+            operands.down,
+            operands.pointer(operands.down_bias),
+            hidden,
+            TensorDescriptor.from_tensor(hidden, [tiles.down_depth, tiles.rows]) if self.gated else hidden,
+            workspace.lists,
+            workspace.counts,
+            y,
+            y.shape[0],
+            operands.neurons,
+            operands.outputs,
+            self.chunks * self.chunk,
+            HAS_BIAS=operands.down_bias is not None,
+            PACKED=self.gated,
+            WIDTH=tiles.down_width,
+            ROWS=tiles.rows,
+            DEPTH=tiles.down_depth,
+            PRECISION=operands.precision,
+            num_warps=tiles.down_warps,
+            num_stages=tiles.down_stages,
+        )
+        return None
+
+    def _allocate(self, tokens: int) -> Workspace:
+        blocks, neurons, rows = self.blocks(tokens), self.operands.neurons, self.tiles.rows
+        new = self.operands.x.new_empty
+        values = new(blocks, neurons, rows)
+        return Workspace(
+            values=values,
+            hidden=new(blocks * self.chunks * self.chunk, rows) if self.gated else values,
+            active=new(blocks, neurons, dtype=torch.uint8),
+            # The Hopper kernels read a whole chunk ahead without asking where a list ends.
+            lists=new(blocks * neurons + self.chunk, dtype=torch.int32),
+            counts=new(blocks, dtype=torch.int32),
+            work=new(blocks * self.chunks, dtype=torch.int32),
+            counter=new(1, dtype=torch.int32),
+        )
+
+
+def _hopper_fits(operands: Operands, target: Target, tiles: BlockTiles) -> bool:
+    """16-bit types, whole steps of depth, and enough tokens for the large tiles."""
+    return (
+        target.hopper
+        and element_bytes(operands.x.dtype) == 2
+        and operands.features % 64 == 0
+        and tiles.rows in (64, 128)
+        and tiles.select_neurons == 256
+    )
