@@ -35,6 +35,19 @@ def doctor() -> None:
 
 
 @app.command()
+def tune(
+    hidden: Annotated[int, Option(min=64, help="Hidden size D of your layers.")] = 2048,
+    neurons: Annotated[int, Option(min=64, help="Neurons H of your layers.")] = 5632,
+    gated: Annotated[bool, Option(help="Whether the block has a gate.")] = True,
+    quick: Annotated[bool, Option("--quick", help="Fewer token counts and repetitions.")] = False,
+) -> None:
+    """Measure where sparse beats dense on this GPU and keep the result for automatic plans."""
+    from .tune import run_tune
+
+    run_tune(hidden=hidden, neurons=neurons, gated=gated, quick=quick)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from .. import __version__

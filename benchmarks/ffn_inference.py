@@ -1,0 +1,310 @@
+"""Dense against sparse feed-forward inference on a GPU; writes benchmarks/results/ffn_inference.jsonl.
+
+bf16, skewed synthetic gates (30% dead neurons, log-normal firing rates), D 2048, H 5632 and other shapes:
+
+    prefill   many tokens, eager calls, dense and ours interleaved
+    decode    few tokens, CUDA graphs over enough layers that weights are cold in L2
+    kernels   each kernel of the block path alone: TFLOP/s against the device's own matmul in the same run
+    traces    recorded activations of real text (--traces DIRECTORY): up and down on those active sets
+
+Outputs are compared with float32 in the same run. Run it on an idle GPU:
+
+    python benchmarks/ffn_inference.py [--only SECTION ...] [--quick] [--commit HASH] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from twell import Plan, ffn, reference
+from twell.activations import Activation
+from twell.kernels.args import FfnArgs
+from twell.kernels.gpu.block_stages import BlockStages
+from twell.kernels.gpu.operands import prepare
+from twell.measure import Record, Timing, compare, make_record, write_records
+from twell.measure.ffn import BASELINE, COMPILED, stock_dense
+from twell.synthetic import load_trace, make_ffn
+
+RESULTS = Path(__file__).parent / "results" / "ffn_inference.jsonl"
+HIDDEN, NEURONS = 2048, 5632
+ALL = NEURONS
+NNZ = (0, 12, 24, 39, 64, 128, 512, ALL)
+PREFILL, DECODE = (1024, 4096, 16384, 65536, 131072), (1, 8, 32, 64)
+SHAPES = ((1024, 4096), (4096, 11008), (5120, 14336))
+LAYERS = 8  # of the decode graphs: 550 MB of weights, ten times the L2 cache
+CHECKED = 256  # tokens compared with float32
+console = Console(width=150)
+
+
+class Bench:
+    """Collects records; `quick` takes few repetitions."""
+
+    def __init__(self, quick: bool) -> None:
+        self.records: list[Record] = []
+        self.large, self.small = (5, 11) if quick else (15, 25)
+
+    def add(self, what: str, measured: Timing | float, *, unit: str = "s", **fields: object) -> Record:
+        record = make_record(
+            f"ffn_inference/{what}", measured, unit=unit, device="cuda", repository=__file__, **fields
+        )
+        self.records.append(record)
+        return record
+
+
+def layer(hidden: int, neurons: int, nnz: float, gated: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    """up, down (neuron-major), gate on the GPU."""
+    block = make_ffn(1, hidden, neurons, nnz, gated=gated, dtype=torch.bfloat16, device="cuda")
+    return block.up, block.down.mT.contiguous().mT, block.gate
+
+
+def shuffled(weights: tuple[Tensor, Tensor, Tensor | None], copies: int) -> list[tuple[Tensor, ...]]:
+    """Layers with the same neurons in other orders: as different to the caches as layers of a model."""
+    up, down, gate = weights
+    orders = [torch.randperm(up.shape[0], device="cuda") for _ in range(copies)]
+    return [(up[o], down.mT[o].mT, gate[o]) for o in orders]
+
+
+def measured_nnz(x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None]) -> float:
+    up, _, gate = weights
+    some = x[: 8 * CHECKED] @ (up if gate is None else gate).mT
+    return (some > 0).sum().item() / some.shape[0]
+
+
+def tokens(count: int, hidden: int) -> Tensor:
+    """As `make_ffn` draws them: feature 0 constant, the others normal."""
+    x = torch.randn(count, hidden, device="cuda", dtype=torch.float32)
+    x[:, 0] = 8.0
+    return x.to(torch.bfloat16)
+
+
+def error(y: Tensor, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None]) -> float:
+    """Relative error of the first and last rows against float32."""
+    rows = torch.arange(x.shape[0], device="cuda")
+    rows = torch.cat([rows[:CHECKED], rows[-CHECKED:]]).unique()
+    up, down, gate = weights
+    return reference.relative_error(y[rows], reference.ffn(x[rows], up, down, gate, dtype=torch.float32).y)
+
+
+def shape_of(count: int, hidden: int, neurons: int, gated: bool = True) -> dict[str, int | str | bool]:
+    return {"M": count, "D": hidden, "H": neurons, "dtype": "bfloat16", "gated": gated}
+
+
+def show(record: Record) -> None:
+    shape = record.shape
+    console.print(
+        f"{record.what:32s} M {shape['M']:6d} D {shape['D']} H {shape['H']} gated={shape['gated']} "
+        f"nnz {record.sparsity.get('nnz', 0):7.1f}: {record.baseline_value * 1e6:9.1f} -> "
+        f"{record.value * 1e6:9.1f} us  {record.ratio:.2f}x  error {record.error or 0:.1e}"
+    )
+
+
+def prefill(bench: Bench) -> None:
+    stream = tokens(max(PREFILL), HIDDEN)
+    compiled = torch.compile(stock_dense, fullgraph=True, dynamic=False)
+    for nnz in NNZ:
+        weights = layer(HIDDEN, NEURONS, nnz)
+        for count in PREFILL:
+            plans: dict[str, Plan | None] = {"auto": None, "block": Plan(path="block")}
+            if nnz <= 64 and count <= 65536:
+                plans["row"] = Plan(path="row")
+            extra = {COMPILED: compiled} if (nnz, count) == (24, 65536) else {}
+            measure(bench, "prefill", stream[:count], weights, nnz, plans, extra)
+    weights = layer(HIDDEN, NEURONS, 24, gated=False)
+    measure(bench, "prefill", stream[:65536], weights, 24, {"auto": None}, {})
+    for hidden, neurons in SHAPES:
+        for share in (0.005, 0.02):
+            weights = layer(hidden, neurons, share * neurons)
+            measure(bench, "prefill", tokens(16384, hidden), weights, share * neurons, {"auto": None}, {})
+
+
+def measure(
+    bench: Bench,
+    section: str,
+    x: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor | None],
+    nnz: float,
+    plans: dict[str, Plan | None],
+    extra: dict[str, Callable[..., Tensor]],
+) -> None:
+    """Eager calls of dense and ours on the same operands, interleaved."""
+    up, down, gate = weights
+    stock_down = down.contiguous()
+    candidates = {BASELINE: lambda: stock_dense(x, up, stock_down, gate)}
+    candidates |= {
+        name: (lambda fn=function: fn(x, up, stock_down, gate)) for name, function in extra.items()
+    }
+    candidates |= {name: (lambda p=plan: ffn(x, up, down, gate, plan=p)) for name, plan in plans.items()}
+    repetitions = bench.large if x.shape[0] >= 16384 else bench.small
+    timings = compare(candidates, device="cuda", warmup=3, repetitions=repetitions, calls_per_sample=1)
+    shape = shape_of(x.shape[0], *reversed(up.shape), gate is not None)
+    for name, timing in timings.items():
+        if name != BASELINE:
+            record = bench.add(
+                f"{section}/{name.removeprefix('dense ')}",
+                timing,
+                baseline=BASELINE,
+                baseline_timing=timings[BASELINE],
+                shape=shape,
+                sparsity={"nnz": measured_nnz(x, weights), "wanted_nnz": float(nnz)},
+                error=error(candidates[name](), x, weights),
+            )
+            show(record)
+
+
+def decode(bench: Bench) -> None:
+    for nnz in NNZ:
+        stack = shuffled(layer(HIDDEN, NEURONS, nnz), LAYERS)
+        stock = [(up, down.contiguous(), gate) for up, down, gate in stack]
+        for count in DECODE:
+            x = tokens(count, HIDDEN)
+            runs = {BASELINE: [lambda x=x, w=w: stock_dense(x, *w) for w in stock]}
+            for name, plan in {"auto": None, "few": Plan(path="block")}.items():
+                runs[name] = [lambda x=x, w=w, p=plan: ffn(x, *w, plan=p) for w in stack]
+            replays = {name: graphed(calls) for name, calls in runs.items()}
+            timings = compare(replays, device="cuda", warmup=2, repetitions=bench.small, calls_per_sample=1)
+            per_layer = {n: Timing(tuple(s / LAYERS for s in t.samples)) for n, t in timings.items()}
+            for name in ("auto", "few"):
+                record = bench.add(
+                    f"decode/{name}",
+                    per_layer[name],
+                    baseline=f"{BASELINE}, CUDA graph",
+                    baseline_timing=per_layer[BASELINE],
+                    shape=shape_of(count, HIDDEN, NEURONS) | {"layers": LAYERS},
+                    sparsity={"nnz": measured_nnz(x, stack[-1]), "wanted_nnz": float(nnz)},
+                    error=error(runs[name][-1](), x, stack[-1]),
+                )
+                show(record)
+
+
+def graphed(calls: list[Callable[[], Tensor]]) -> Callable[[], None]:
+    """One CUDA graph of all calls, after a warm-up that compiles kernels and lets automatic plans learn."""
+    for _ in range(3):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def kernels(bench: Bench) -> None:
+    count = 65536
+    x, y = tokens(count, HIDDEN), torch.empty(count, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    for nnz in (12, 24, 64, ALL):
+        up, down, gate = layer(HIDDEN, NEURONS, nnz)
+        stages = stages_of(x, up, down, gate)
+        stages.select(x), stages.list(count), stages.up(x), stages.down(y)
+        union = stages.workspace.counts.float().mean().item()
+        timings = compare(
+            {
+                "matmul": lambda g=gate: x @ g.mT,
+                "select": lambda s=stages: s.select(x),
+                "select and list": lambda s=stages: (s.select(x), s.list(count)),
+                "up": lambda s=stages: s.up(x),
+                "down": lambda s=stages: s.down(y),
+            },
+            device="cuda",
+            repetitions=bench.large,
+            calls_per_sample=1,
+        )
+        matmul = timings["matmul"].median
+        dense_flops, sparse_flops = 2 * count * HIDDEN * NEURONS, 2 * count * HIDDEN * union
+        for name, timing in timings.items():
+            flops = sparse_flops if name in ("up", "down") else dense_flops
+            rate = flops / timing.median * 1e-12
+            bench.add(
+                f"kernels/{name.replace(' and ', '_')}",
+                timing,
+                baseline="x @ gate.T",
+                baseline_timing=timings["matmul"],
+                shape=shape_of(count, HIDDEN, NEURONS),
+                sparsity={"nnz": float(nnz), "union": union, "tflops": rate},
+            )
+            ceiling = dense_flops / matmul * 1e-12
+            console.print(f"nnz {nnz} union {union:.0f} {name:16s} {timing.median * 1e3:.3f} ms "
+                          f"{rate:.0f} TFLOP/s, {rate / ceiling:.0%} of matmul")  # fmt: skip
+
+
+def stages_of(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> BlockStages:
+    operands = prepare(FfnArgs(x, up, down, gate, None, None, None, Activation("relu")))
+    return BlockStages(operands, x.shape[0], 0)
+
+
+def traces(bench: Bench, directory: Path) -> None:
+    """List, up and down on recorded active sets, beside what one warp per token would need at 9 TB/s."""
+    up, down, gate = layer(HIDDEN, NEURONS, 24)
+    for path in sorted(directory.glob("trace_*.npz")):
+        trace = load_trace(path, NEURONS)
+        count = trace.tokens
+        x, y = tokens(count, HIDDEN), torch.empty(count, HIDDEN, device="cuda", dtype=torch.bfloat16)
+        stages = stages_of(x, up, down, gate)
+        workspace, rows = stages.workspace, stages.tiles.rows
+        fired = trace.mask().cuda().view(-1, rows, NEURONS)
+        activations = torch.where(fired, torch.rand(fired.shape, device="cuda"), 0.0).bfloat16()
+        workspace.values.copy_(activations.transpose(1, 2))
+        workspace.active.copy_(fired.any(1))
+
+        def finish(s: BlockStages = stages, x: Tensor = x, y: Tensor = y) -> None:
+            s.workspace.counter.zero_()
+            s.list(x.shape[0])
+            s.up(x)
+            s.down(y)
+
+        timing = compare({"ours": finish}, device="cuda", repetitions=bench.large, calls_per_sample=1)["ours"]
+        nnz = trace.mean_nnz()
+        bound = nnz * count * 2 * HIDDEN * 2 / 9e12
+        part = slice(count - CHECKED, count)
+        hidden = activations.view(count, NEURONS)[part].float() * (x[part].float() @ up.float().mT)
+        exact = hidden @ down.float().mT
+        record = bench.add(
+            f"traces/{path.stem}",
+            timing,
+            baseline="one warp per token at 9 TB/s of L2 traffic",
+            baseline_timing=bound,
+            shape=shape_of(count, HIDDEN, NEURONS),
+            sparsity={"nnz": nnz, "union": workspace.counts.float().mean().item()},
+            error=reference.relative_error(y[part], exact),
+        )
+        show(record)
+
+
+def sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench], None]]]:
+    yield "kernels", kernels
+    yield "prefill", prefill
+    yield "decode", decode
+    if options.traces:
+        yield "traces", lambda bench: traces(bench, options.traces)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", help="sections to run")
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser.add_argument("--commit", help="to stamp records with where git is not available")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--traces", type=Path, help="directory with trace_*.npz")
+    options = parser.parse_args()
+    bench = Bench(options.quick)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, run in sections(options):
+            if not options.only or name in options.only:
+                run(bench)
+    records = bench.records
+    if options.commit:
+        records = [dataclasses.replace(r, commit=options.commit) for r in records]
+    write_records(options.out, records)
+    console.print(f"{len(records)} records in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

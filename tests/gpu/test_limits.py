@@ -1,0 +1,78 @@
+"""Where automatic plans switch: built-in tables, tuned ones, and the crossing that tuning looks for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell.kernels.gpu import limits
+from twell.measure.tune import crossing, tune
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(limits.CACHE_VARIABLE, str(tmp_path))
+    limits._tuned.cache_clear()
+    yield
+    limits._tuned.cache_clear()
+
+
+def test_built_in_limits_take_the_nearest_smaller_count():
+    table = limits._HOPPER
+    assert limits.share_limit("any", True, 1) == table[1]
+    assert limits.share_limit("any", True, 5) == table[2]
+    assert limits.share_limit("any", True, 10**6) == 1.0
+    assert limits.share_limit("any", False, 10**6) < 1.0
+
+
+def test_tuned_limits_win_and_survive_the_process():
+    limits.store("Some GPU", {1: 0.25, 64: 0.5})
+    limits._tuned.cache_clear()  # as a new process would start
+    assert limits.share_limit("Some GPU", True, 63) == 0.25
+    assert limits.share_limit("Some GPU", True, 64) == 0.5
+    assert limits.share_limit("Other GPU", True, 10**6) == 1.0
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', "{}"])
+def test_a_broken_file_is_as_none(content):
+    path = limits.cache_file("Some GPU")
+    path.write_text(content)
+    assert limits.share_limit("Some GPU", True, 1) == limits._HOPPER[1]
+
+
+def test_fewer_tokens_than_any_entry_take_the_first():
+    limits.store("Some GPU", {64: 0.5})
+    assert limits.share_limit("Some GPU", True, 1) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("gains", "limit"),
+    [
+        ({0.1: 2.0, 0.5: 1.5, 1.0: 0.98}, 1.0),  # never slower than dense: always sparse
+        ({0.1: 0.9, 0.5: 0.8, 1.0: 0.7}, 0.0),  # never faster
+        ({0.1: 2.0, 0.5: 1 / 0.97, 1.0: 0.5}, 0.5),
+        ({0.1: 0.9, 0.5: 2.0, 1.0: 0.5}, 0.0),  # a gain past a loss is not trusted
+    ],
+)
+def test_crossing(gains, limit):
+    assert crossing(gains) == pytest.approx(limit)
+
+
+def test_crossing_is_linear_between_shares():
+    assert crossing({0.0: 2 / 0.97, 1.0: 0.0}) == pytest.approx(0.5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")
+def test_tuning_needs_a_gpu():
+    with pytest.raises(ValueError, match="device: got no CUDA device"):
+        tune()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tuning_writes_what_plans_read():
+    seen = []
+    found = tune(512, 2048, tokens=(1, 8192), repetitions=3, report=lambda *row: seen.append(row[0]))
+    assert seen == [1, 8192]
+    name = torch.cuda.get_device_properties(0).name
+    assert limits.share_limit(name, True, 1) == found[1]
