@@ -17,8 +17,9 @@ from triton.compiler import ASTSource
 from twell.kernels.gpu import down, few, lists, select, statistics, up
 
 POINTERS = {
-    "bias": "*bf16", "select_bias": "*bf16", "up_bias": "*bf16", "x": "*bf16", "w": "*bf16", "select": "*bf16",
-    "up": "*bf16", "values": "*bf16", "hidden": "*bf16", "y": "*bf16", "active": "*u8", "lists": "*i32",
+    "bias": "*bf16", "select_bias": "*bf16", "up_bias": "*bf16", "x": "*bf16", "w": "*bf16",
+    "select": "*bf16", "up": "*bf16", "values": "*bf16", "hidden": "*bf16", "y": "*bf16",
+    "active": "*u8", "lists": "*i32",
     "counts": "*i32", "neurons": "*i32", "work": "*i32", "counter": "*i32", "firing": "*i64", "sums": "*fp32",
 }  # fmt: skip
 NUMBERS = {
@@ -45,7 +46,9 @@ def compiled(function, constants, descriptors, capability, *, gluon=False, **opt
     }
     source_type = ASTSource
     if gluon:
-        from triton.experimental.gluon._runtime import GluonASTSource as source_type
+        from triton.experimental.gluon import _runtime
+
+        source_type = _runtime.GluonASTSource
     source = source_type(function, signature, values, aligned)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -67,33 +70,43 @@ def portable(capability):
     block = {"ROWS": 128, "DEPTH": 64}
     x, w = "tensordesc<bf16[128, 64]>", "tensordesc<bf16[256, 64]>"
     hidden = "tensordesc<bf16[64, 128]>"
-    yield "select_blocks", compiled(
-        select.select_blocks,
-        {"HAS_BIAS": False, "NEURONS": 256, **plain, **block, **dot},
-        {"x_desc": x, "w_desc": w},
-        capability,
-        num_warps=8,
-        num_stages=stages,
+    yield (
+        "select_blocks",
+        compiled(
+            select.select_blocks,
+            {"HAS_BIAS": False, "NEURONS": 256, **plain, **block, **dot},
+            {"x_desc": x, "w_desc": w},
+            capability,
+            num_warps=8,
+            num_stages=stages,
+        ),
     )
-    yield "list_active", compiled(
-        lists.list_active, {"CHUNK": 128, "WIDTH": 8192}, {}, capability, num_warps=8
+    yield (
+        "list_active",
+        compiled(lists.list_active, {"CHUNK": 128, "WIDTH": 8192}, {}, capability, num_warps=8),
     )
-    yield "up_blocks", compiled(
-        up.up_blocks,
-        {"HAS_BIAS": True, "CHUNK": 128, **block, **dot},
-        {"x_desc": x},
-        capability,
-        num_warps=4,
-        num_stages=stages,
-    )
-    for packed in (True, False):
-        yield f"down_blocks packed={packed}", compiled(
-            down.down_blocks,
-            {"HAS_BIAS": False, "PACKED": packed, "WIDTH": 128, **block, **dot},
-            {"hidden_desc": hidden if packed else "*bf16"},
+    yield (
+        "up_blocks",
+        compiled(
+            up.up_blocks,
+            {"HAS_BIAS": True, "CHUNK": 128, **block, **dot},
+            {"x_desc": x},
             capability,
             num_warps=4,
             num_stages=stages,
+        ),
+    )
+    for packed in (True, False):
+        yield (
+            f"down_blocks packed={packed}",
+            compiled(
+                down.down_blocks,
+                {"HAS_BIAS": False, "PACKED": packed, "WIDTH": 128, **block, **dot},
+                {"hidden_desc": hidden if packed else "*bf16"},
+                capability,
+                num_warps=4,
+                num_stages=stages,
+            ),
         )
     for rows, neurons, depth in ((1, 8, 2048), (16, 32, 256)):
         chained = capability >= 90
@@ -135,29 +148,38 @@ def hopper():
         return f"tensordesc<bf16{list(shape)},{layout!r}>"
 
     flags = {"HAS_BIAS": False}
-    yield "select_blocks_hopper", compiled(
-        hopper_select.select_blocks_hopper,
-        {"ROWS": 128, "PLAIN": True, "SQUARE": False, "STAGES": 4, **flags},
-        {"x_desc": descriptor(256, 64), "w_desc": descriptor(128, 64)},
-        90,
-        gluon=True,
-        num_warps=4,
+    yield (
+        "select_blocks_hopper",
+        compiled(
+            hopper_select.select_blocks_hopper,
+            {"ROWS": 128, "PLAIN": True, "SQUARE": False, "STAGES": 4, **flags},
+            {"x_desc": descriptor(256, 64), "w_desc": descriptor(128, 64)},
+            90,
+            gluon=True,
+            num_warps=4,
+        ),
     )
-    yield "up_blocks_hopper", compiled(
-        hopper_up.up_blocks_hopper,
-        {"CHUNK": 256, "W_LAYOUT": layout, "STAGES": 4, **flags},
-        {"x_desc": descriptor(128, 64)},
-        90,
-        gluon=True,
-        num_warps=4,
+    yield (
+        "up_blocks_hopper",
+        compiled(
+            hopper_up.up_blocks_hopper,
+            {"CHUNK": 256, "W_LAYOUT": layout, "STAGES": 4, **flags},
+            {"x_desc": descriptor(128, 64)},
+            90,
+            gluon=True,
+            num_warps=4,
+        ),
     )
-    yield "down_blocks_hopper", compiled(
-        hopper_down.down_blocks_hopper,
-        {"W_LAYOUT": layout, "STAGES": 3, **flags},
-        {"hidden_desc": descriptor(64, 128), "y_desc": descriptor(64, 256)},
-        90,
-        gluon=True,
-        num_warps=4,
+    yield (
+        "down_blocks_hopper",
+        compiled(
+            hopper_down.down_blocks_hopper,
+            {"W_LAYOUT": layout, "STAGES": 3, **flags},
+            {"hidden_desc": descriptor(64, 128), "y_desc": descriptor(64, 256)},
+            90,
+            gluon=True,
+            num_warps=4,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Every kernel compiles to machine code for GPUs from Ampere on, without spilling registers; no GPU needed."""
+"""Every kernel compiles to machine code from Ampere on, spilling no registers; no GPU needed."""
 
 from __future__ import annotations
 

@@ -128,11 +128,10 @@ def test_heavy_layers():
 @pytest.mark.parametrize("compression", [2, 4, 8])
 @pytest.mark.parametrize("shape", [(256, 1024), (2048, 5632), (2560, 8192)], ids=str)
 def test_row_path(shape, compression):
-    from twell.kernels.gpu.rows import run_rows
-
     from twell.activations import Activation
     from twell.kernels.args import FfnArgs
     from twell.kernels.gpu.operands import prepare
+    from twell.kernels.gpu.rows import run_rows
 
     hidden, neurons = shape
     up, down, gate = weights(hidden, neurons)
@@ -209,21 +208,30 @@ def test_cuda_graph(count):
     assert y.shape == captured.shape
 
 
-def test_automatic_plan_learns_that_a_layer_is_dense():
-    from twell.kernels.gpu import monitor
+@pytest.mark.parametrize(("nnz", "sparse"), [(4096, False), (24, True)])
+def test_automatic_plan_learns_how_active_a_layer_is(nnz, sparse, monkeypatch):
+    """Eager calls take readings; a capture then goes by them."""
+    from twell.kernels.gpu import forward, monitor
 
     monitor.forget()
+    launched = []
+    run_few = forward.run_few
+    monkeypatch.setattr(forward, "run_few", lambda operands: launched.append(1) or run_few(operands))
     up, down, gate = weights(1024, 4096)
-    fire(gate, 4096)
+    fire(gate, nnz)
     x = tokens_of(1, 1024)
-    dense = ffn(x, up, down, gate, plan=Plan(path="dense"))
-    ffn(x, up, down, gate)
-    torch.cuda.synchronize()
-    y = ffn(x, up, down, gate)
-    y = ffn(x, up, down, gate)  # the third call is not a reading
-    assert torch.equal(y, dense)
+    for _ in range(3):
+        ffn(x, up, down, gate)
+        torch.cuda.synchronize()
+    assert len(launched) == 2  # the first and the second call are readings
     (layer,) = monitor._layers.values()
-    assert layer.share == 1.0
+    assert (layer.share <= 0.1) == sparse
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = ffn(x, up, down, gate)
+    assert len(launched) == (3 if sparse else 2)
+    graph.replay()
+    assert_exact(y, x, up, down, gate)
 
 
 def test_other_streams_and_devices_current():

@@ -25,6 +25,9 @@ def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
                  its two-launch form) unless dense is known to be faster.
     block_rows:  tokens per block, 64 or 128 (16 or more under the interpreter); 0 means the default.
     """
+    if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(args.x.device):  # Triton launches on the current device
+            return gpu_forward(args, path, block_rows, record)
     tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
     if min(tokens, neurons, outputs) == 0:
         return dense_forward(args, record)
@@ -57,10 +60,14 @@ def _auto(args: FfnArgs, block_rows: int, record: bool) -> FfnOutput:
     bucket = 1 << (tokens - 1).bit_length()
     key = (device.index, args.selector.data_ptr(), tuple(args.selector.shape), bucket)
     if torch.cuda.is_current_stream_capturing():  # nothing may be asked of the device now
-        share, reading = monitor.last_share(key), False
+        share = monitor.last_share(key)
+        sparse, reading = share is None or share <= limit, False
     else:
         share, reading = monitor.known_share(key), monitor.wants_reading(key)
-    if share is not None and share > limit and not reading:
+        # Launched one by one, two kernels of ours take the host longer than dense takes the GPU for few
+        # tokens; inside a CUDA graph launches are free. So eager calls of few tokens only take readings.
+        sparse = reading or (tokens > MOST_TOKENS and share is not None and share <= limit)
+    if not sparse:
         return dense_forward(args, record)
     return _block(args, block_rows, record, key if reading else None)
 

@@ -1,24 +1,3 @@
-"""Selector matmul whose epilogue packs row TwELL words.
-
-A tile is [tokens, neurons]. Each token of it owns WORDS = TILE / C words: the number of its active neurons,
-then one word, value bits above neuron index, for each of them.
-
-    words [M, tiles * WORDS] int32     words past a tile's entries are not written
-
-The count is the true one. A tile with more than WORDS - 1 active neurons keeps that many of them, and
-whoever reads the words sees that some are missing.
-
-An entry goes to its rank among the active neurons of its token and tile. Order within a tile means nothing,
-so ranks follow the order in which a tensor core leaves a tile in registers, and neither a scan nor a
-transposition has to touch the accumulator. Of every 8 columns a thread holds two, 2 q and 2 q + 1 with q its
-lane modulo 4; of every 16 rows it holds two, 8 apart. `_quarters` names these axes: a tile becomes four
-tensors [q, token, n], in which a thread holds all n. Triton lays out the scattered stores of such a tensor
-(first axis fastest) exactly like that, so words are stored from where their values were computed.
-
-Ranks are counted four at a time, in the bytes of 32-bit words: the product of such a word and 0x01010101
-holds the running sums of its bytes.
-"""
-
 from __future__ import annotations
 
 import triton
@@ -27,6 +6,12 @@ import triton.language as tl
 from .jit import activate_stored
 
 _BYTES: tl.constexpr = tl.constexpr(0x01010101)
+_STORE: tl.constexpr = tl.constexpr("""{
+    .reg .pred kept;
+    setp.lt.s32 kept, $3, $4;
+    @kept st.global.b32 [$1], $2;
+    mov.b32 $0, 0;
+}""")
 
 
 @triton.jit
@@ -40,6 +25,7 @@ def pack_rows(
     D,
     threshold,
     DESCRIBED: tl.constexpr,
+    DIRECT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PLAIN: tl.constexpr,
     SQUARE: tl.constexpr,
@@ -79,14 +65,14 @@ def pack_rows(
         c = _word_values(c, TILE // 2, first, H, threshold, PLAIN, SQUARE, EVEN, DTYPE)
         d = _word_values(d, TILE // 2 + 1, first, H, threshold, PLAIN, SQUARE, EVEN, DTYPE)
         ranks, count = _ranks(a, b, c, d)
-        token = block * TOKENS + _held_tokens(TOKENS)
+        token = block * TOKENS + tl.arange(0, TOKENS)
         row = words + token.to(tl.int64) * (tiles_n * WORDS) + (tile % tiles_n) * WORDS
-        _store_counts(row, count, token < M)
         room = tl.where(token < M, WORDS - 1, 0)
-        _store_entries(row, (ranks & 0xFF), a, 0, first, room)
-        _store_entries(row, (ranks >> 8) & 0xFF, b, 1, first, room)
-        _store_entries(row, (ranks >> 16) & 0xFF, c, TILE // 2, first, room)
-        _store_entries(row, (ranks >> 24) & 0xFF, d, TILE // 2 + 1, first, room)
+        _scatter(row, count, 0, room, DIRECT)
+        _store_entries(row, (ranks & 0xFF), a, 0, first, room, DIRECT)
+        _store_entries(row, (ranks >> 8) & 0xFF, b, 1, first, room, DIRECT)
+        _store_entries(row, (ranks >> 16) & 0xFF, c, TILE // 2, first, room, DIRECT)
+        _store_entries(row, (ranks >> 24) & 0xFF, d, TILE // 2 + 1, first, room, DIRECT)
 
 
 @triton.jit
@@ -108,31 +94,19 @@ def _block(source, row, k, rows, D, DESCRIBED: tl.constexpr, ROWS: tl.constexpr,
 
 @triton.jit
 def _quarters(acc):
-    """[TOKENS, TILE] -> four [4, TOKENS, TILE / 16], from columns 8 n + 2 q + (0, 1, TILE / 2, TILE / 2 + 1).
-
-    Element [q, t, n]; the order of tokens is that of `_held_tokens`.
-    """
     TOKENS: tl.constexpr = acc.shape[0]
     N: tl.constexpr = acc.shape[1] // 16
-    parts = tl.permute(tl.reshape(acc, [TOKENS // 16, 2, 8, 2, N, 4, 2]), [5, 1, 0, 2, 4, 3, 6])
-    even, odd = tl.split(tl.reshape(parts, [4, TOKENS, N, 2, 2]))
+    parts = tl.permute(tl.reshape(acc, [TOKENS, 2, N, 4, 2]), [0, 3, 2, 1, 4])
+    even, odd = tl.split(parts)
     a, c = tl.split(even)
     b, d = tl.split(odd)
     return a, b, c, d
 
 
 @triton.jit
-def _held_tokens(TOKENS: tl.constexpr):
-    """int32 [TOKENS]: the rows of a tile in the order of `_quarters`: 0-7, 16-23, ..., then 8-15, 24-31, ..."""
-    t = tl.arange(0, TOKENS)
-    half = t // (TOKENS // 2)
-    return (t % (TOKENS // 2)) // 8 * 16 + half * 8 + t % 8
-
-
-@triton.jit
 def _held_neurons(first, OFFSET: tl.constexpr, N: tl.constexpr):
-    """int32 [4, 1, N]: the neurons of the quarter that starts at column OFFSET."""
-    return first + OFFSET + 2 * tl.arange(0, 4)[:, None, None] + 8 * tl.arange(0, N)[None, None, :]
+    """int32 [1, 4, N]: the neurons of the quarter that starts at column OFFSET."""
+    return first + OFFSET + 2 * tl.arange(0, 4)[None, :, None] + 8 * tl.arange(0, N)[None, None, :]
 
 
 @triton.jit
@@ -167,11 +141,11 @@ def _ranks(a, b, c, d):
     active = ((low >> 16) + high).to(tl.int32)  # a byte each, 0 or 1
     running = active * _BYTES
     before, held = _before((running >> 24) & 0xFF)
-    q = 8 * tl.arange(0, 4)[:, None]
-    lanes = tl.sum(held << q, 0) * _BYTES
-    before += (((lanes << 8)[None, :] >> q) & 0xFF)[:, :, None]
+    q = 8 * tl.arange(0, 4)[None, :]
+    lanes = tl.sum(held << q, 1) * _BYTES
+    before += (((lanes << 8)[:, None] >> q) & 0xFF)[:, :, None]
     idle = (active ^ _BYTES) << 7
-    return ((running << 8) + tl.minimum(before, 127) * _BYTES) | idle, tl.sum(held, 0)
+    return ((running << 8) + tl.minimum(before, 127) * _BYTES) | idle, tl.sum(held, 1)
 
 
 @triton.jit
@@ -193,13 +167,14 @@ def _before(counts):
 
 
 @triton.jit
-def _store_counts(row, count, real):
-    """As a store of [4, TOKENS] of which one lane in four writes: like the entries, from where counts are."""
-    q = tl.arange(0, 4)[:, None]
-    tl.store(row[None, :] + 0 * q, count[None, :] + 0 * q, mask=(q == 0) & real[None, :])
+def _store_entries(row, rank, bits, OFFSET: tl.constexpr, first, room, DIRECT: tl.constexpr):
+    word = bits.to(tl.int32) | _held_neurons(first, OFFSET, bits.shape[2])
+    _scatter(row[:, None, None] + 1 + rank, word, rank, room[:, None, None], DIRECT)
 
 
 @triton.jit
-def _store_entries(row, rank, bits, OFFSET: tl.constexpr, first, room):
-    word = bits.to(tl.int32) | _held_neurons(first, OFFSET, bits.shape[2])
-    tl.store(row[None, :, None] + 1 + rank, word, mask=rank < room[None, :, None])
+def _scatter(pointer, value, rank, room, DIRECT: tl.constexpr):
+    if DIRECT:
+        tl.inline_asm_elementwise(_STORE, "=r,l,r,r,r", [pointer, value, rank, room], tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(pointer, value, mask=rank < room)

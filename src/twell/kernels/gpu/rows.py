@@ -1,0 +1,185 @@
+"""The row path: pack row TwELL words, then up and down token by token, on slabs that share one buffer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..._checks import reject
+from ...formats.row import MAX_COLUMNS
+from .operands import Operands
+from .row_apply import apply_rows
+from .row_pack import pack_rows
+from .target import Target, target_of
+
+WORDS_BYTES = 512 << 20
+COMPRESSIONS = (2, 4, 8)
+_WIDEST = 8192  # outputs that one program keeps in registers
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTiles:
+    """tile: neurons per tile of the format. pack_*: tokens of a matmul tile, depth of one step, warps, stages,
+    and whether operands come through descriptors; apply_*: neurons taken together, features and outputs of
+    one step, warps."""
+
+    tile: int = 256
+    pack_tokens: int = 128
+    pack_depth: int = 64
+    pack_warps: int = 8
+    pack_stages: int = 4
+    pack_described: bool = True
+    apply_group: int = 8
+    apply_depth: int = 1024
+    apply_width: int = 2048
+    apply_warps: int = 4
+
+
+def row_tiles(target: Target, features: int, outputs: int) -> RowTiles:
+    """Tiles whose registers and shared memory fit the device."""
+    if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
+        return RowTiles(tile=64, pack_tokens=32, pack_depth=16, apply_group=4, apply_depth=16, apply_width=32)
+    tiles = RowTiles()
+    if target.capability < (9, 0):  # twice the tokens would not leave the epilogue enough registers
+        tiles = replace(tiles, pack_tokens=64, pack_stages=3, pack_described=False)
+    elif target.shared_memory < 200 << 10:
+        tiles = replace(tiles, pack_stages=2)
+    width = triton.next_power_of_2(outputs)
+    if width > _WIDEST:
+        width = _WIDEST // 2
+    warps = 4 if width <= 2048 else 8
+    # 8 features for each thread: up and down rows then lie alike in registers, and no exchange is needed.
+    return replace(
+        tiles,
+        apply_group=8 if width <= 2048 else 4,
+        apply_depth=min(triton.next_power_of_2(features), 256 * warps),
+        apply_width=width,
+        apply_warps=warps,
+    )
+
+
+def run_rows(operands: Operands, compression: int = 8) -> Tensor:
+    """y [M, E]. compression: 2, 4 or 8; a tile keeps 256 / compression words. Exact at any sparsity.
+
+    Refuses types that are not 16-bit wide and more neurons than a 16-bit index can name.
+    """
+    _check(operands, compression)
+    y = operands.x.new_empty(operands.tokens, operands.outputs)
+    if operands.tokens == 0:
+        return y
+    target = target_of(operands.x.device)
+    tiles = row_tiles(target, operands.features, operands.outputs)
+    width = _row_words(operands, tiles, compression)
+    slab = _slab_tokens(operands.tokens, width, tiles.pack_tokens)
+    words = operands.x.new_empty(min(slab, operands.tokens), width, dtype=torch.int32)
+    for start in range(0, operands.tokens, slab):
+        part = slice(start, min(start + slab, operands.tokens))
+        x = operands.x[part]
+        _launch_pack(operands, x, words, target, tiles, compression)
+        _launch_apply(operands, x, words, y[part], tiles, compression)
+    return y
+
+
+def packed_words(operands: Operands, compression: int = 8) -> Tensor:
+    """int32 [M, tiles * tile / compression]: the words of all tokens, zeros where a tile has no entry.
+
+    Viewed as uint32 they are the `words` of a `twell.formats.TwELL`, but for two things: entries of a tile
+    are in no particular order, and a tile that overflows keeps its true count, which exceeds its capacity.
+    """
+    _check(operands, compression)
+    target = target_of(operands.x.device)
+    tiles = row_tiles(target, operands.features, operands.outputs)
+    words = operands.x.new_zeros(operands.tokens, _row_words(operands, tiles, compression), dtype=torch.int32)
+    if operands.tokens:
+        _launch_pack(operands, operands.x, words, target, tiles, compression)
+    return words
+
+
+def _check(operands: Operands, compression: int) -> None:
+    if operands.x.dtype not in (torch.bfloat16, torch.float16):
+        reject("x", f"dtype {operands.x.dtype}", "torch.bfloat16 | torch.float16: a word holds 16-bit values")
+    if operands.neurons > MAX_COLUMNS:
+        reject("up", f"H = {operands.neurons} neurons", f"at most {MAX_COLUMNS}, the limit of a 16-bit index")
+    if compression not in COMPRESSIONS:
+        reject("compression", repr(compression), " | ".join(map(str, COMPRESSIONS)))
+
+
+def _row_words(operands: Operands, tiles: RowTiles, compression: int) -> int:
+    return triton.cdiv(operands.neurons, tiles.tile) * (tiles.tile // compression)
+
+
+def _slab_tokens(tokens: int, row_words: int, step: int) -> int:
+    """Equal slabs, in whole matmul tiles, whose words fit the buffer."""
+    blocks = triton.cdiv(tokens, step)
+    limit = WORDS_BYTES // (4 * row_words) // step
+    slabs = triton.cdiv(blocks, max(limit, 1))
+    return triton.cdiv(blocks, slabs) * step
+
+
+def _launch_pack(
+    operands: Operands, x: Tensor, words: Tensor, target: Target, tiles: RowTiles, compression: int
+) -> None:
+    work = triton.cdiv(x.shape[0], tiles.pack_tokens) * triton.cdiv(operands.neurons, tiles.tile)
+    w = operands.select
+    if tiles.pack_described:
+        tokens = TensorDescriptor.from_tensor(x, [tiles.pack_tokens, tiles.pack_depth])
+        w = TensorDescriptor.from_tensor(w, [tiles.tile, tiles.pack_depth])
+    pack_rows[(min(target.processors, work),)](
+        tokens if tiles.pack_described else x,
+        w,
+        operands.pointer(operands.select_bias),
+        words,
+        x.shape[0],
+        operands.neurons,
+        operands.features,
+        operands.threshold,
+        DESCRIBED=tiles.pack_described,
+        HAS_BIAS=operands.select_bias is not None,
+        PLAIN=operands.plain,
+        SQUARE=operands.square,
+        EVEN=operands.neurons % tiles.tile == 0,
+        TOKENS=tiles.pack_tokens,
+        TILE=tiles.tile,
+        WORDS=tiles.tile // compression,
+        DEPTH=tiles.pack_depth,
+        num_warps=tiles.pack_warps,
+        num_stages=tiles.pack_stages,
+    )
+
+
+def _launch_apply(
+    operands: Operands, x: Tensor, words: Tensor, y: Tensor, tiles: RowTiles, compression: int
+) -> None:
+    across = triton.cdiv(operands.neurons, tiles.tile)
+    apply_rows[(x.shape[0], triton.cdiv(operands.outputs, tiles.apply_width))](
+        x,
+        words,
+        operands.select,
+        operands.pointer(operands.up),
+        operands.down,
+        operands.pointer(operands.select_bias),
+        operands.pointer(operands.up_bias),
+        operands.pointer(operands.down_bias),
+        y,
+        operands.neurons,
+        operands.features,
+        operands.outputs,
+        across,
+        operands.threshold,
+        HAS_SELECT_BIAS=operands.select_bias is not None,
+        HAS_UP_BIAS=operands.up_bias is not None,
+        HAS_DOWN_BIAS=operands.down_bias is not None,
+        GATED=operands.up is not None,
+        SQUARE=operands.square,
+        TILE=tiles.tile,
+        WORDS=tiles.tile // compression,
+        TILES=triton.next_power_of_2(across),
+        GROUP=tiles.apply_group,
+        DEPTH=tiles.apply_depth,
+        WIDTH=tiles.apply_width,
+        num_warps=tiles.apply_warps,
+    )
