@@ -44,11 +44,12 @@ console = Console(width=150)
 
 
 class Bench:
-    """Collects records; `quick` takes few repetitions."""
+    """Collects records; `quick` takes few repetitions, `row` measures the row path."""
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, quick: bool, row: bool) -> None:
         self.records: list[Record] = []
         self.large, self.small = (5, 11) if quick else (15, 25)
+        self.row = row
 
     def add(self, what: str, measured: Timing | float, *, unit: str = "s", **fields: object) -> Record:
         record = make_record(
@@ -112,7 +113,7 @@ def prefill(bench: Bench) -> None:
         weights = layer(HIDDEN, NEURONS, nnz)
         for count in PREFILL:
             plans: dict[str, Plan | None] = {"auto": None, "block": Plan(path="block")}
-            if nnz <= 64 and count <= 65536:
+            if bench.row and nnz <= 64 and count <= 65536:
                 plans["row"] = Plan(path="row")
             extra = {COMPILED: compiled} if (nnz, count) == (24, 65536) else {}
             measure(bench, "prefill", stream[:count], weights, nnz, plans, extra)
@@ -289,17 +290,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="sections to run")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser.add_argument("--no-row", action="store_true", help="leave out the row path")
     parser.add_argument("--commit", help="to stamp records with where git is not available")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--traces", type=Path, help="directory with trace_*.npz")
     options = parser.parse_args()
-    bench = Bench(options.quick)
+    bench = Bench(options.quick, not options.no_row)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, run in sections(options):
             if not options.only or name in options.only:
                 run(bench)
-    records = bench.records
+                save(bench.records, options)  # after every section: an interrupted run keeps what it has
+
+
+def save(records: list[Record], options: argparse.Namespace) -> None:
     if options.commit:
         records = [dataclasses.replace(r, commit=options.commit) for r in records]
     write_records(options.out, records)
