@@ -55,6 +55,8 @@ class Backend:
     refusal:     Site -> why it cannot run there, or None if it can.
     worthwhile:  Site -> whether an automatic plan should try it (it may still finish densely).
     forward:     (args, path, block_rows, record) -> FfnOutput; block_rows 0 means its default.
+    skip:        FfnArgs -> whether an automatic plan should leave this very call to dense PyTorch, asked
+                 before every eager call: what costs less than running the op to find out.
     backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments, built from
                  traceable ops; None means the dense backward.
     """
@@ -64,6 +66,7 @@ class Backend:
     refusal: Callable[[Site], str | None]
     forward: Forward
     worthwhile: Callable[[Site], bool] = lambda site: True
+    skip: Callable[[FfnArgs], bool] | None = None
     backward: Backward | None = None
 
     def refuses(self, site: Site, path: str) -> str | None:
@@ -155,6 +158,12 @@ def _gpu_refusal(site: Site) -> str | None:
     return None
 
 
+def _gpu_skip(args: FfnArgs) -> bool:
+    from .kernels.gpu.choice import skips_eager_call
+
+    return skips_eager_call(args)
+
+
 def _gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:
     # Imported with the first call: Triton takes half a second, and may not be there.
     from .kernels.gpu.forward import gpu_forward
@@ -188,5 +197,6 @@ register_backend(
         # float32 products run on tensor cores at reduced precision or not at all: dense is as good.
         worthwhile=lambda site: site.device_type == "cuda" and site.dtype != torch.float32,
         forward=_gpu_forward,
+        skip=_gpu_skip,
     )
 )

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
-from .backends import Site
+from .backends import Site, get_backend
 from .kernels.args import FfnArgs, FfnOutput
 from .kernels.dense import dense_forward
 from .ops import ffn_op
@@ -126,12 +126,20 @@ def _dispatch(
         training,
     )
     flat = (_flat(x), *tensors[1:])
-    if path == "dense" and backend == "dense":
+    if (path == "dense" and backend == "dense") or _skipped(path, backend, FfnArgs(*flat, activation)):
         output = dense_forward(FfnArgs(*flat, activation), record)
     else:
         y, l1, firing = ffn_op(*flat, activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
     return _shaped(output, x, down)
+
+
+def _skipped(path: str, backend: str, args: FfnArgs) -> bool:
+    """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
+    if path != "auto" or torch.compiler.is_compiling():
+        return False
+    skip = get_backend(backend).skip
+    return skip is not None and skip(args)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -12,9 +12,6 @@ from .few import few_down, few_select_up
 from .operands import Operands, element_bytes
 from .target import Target, target_of
 
-# Beyond this many tokens the block path has enough blocks to fill a GPU and reuses weights better.
-MOST_TOKENS = 64
-
 
 @dataclass(frozen=True, kw_only=True)
 class FewTiles:
@@ -81,7 +78,7 @@ def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, fea
 def run_few(operands: Operands) -> tuple[Tensor, Tensor, int]:
     """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold.
 
-    Meant for up to MOST_TOKENS tokens, correct for any number.
+    Meant for up to FEW_TOKENS tokens, correct for any number.
     """
     target = target_of(operands.x.device)
     tiles = few_tiles(target, operands.x.dtype, operands.tokens, operands.neurons, operands.features)

@@ -9,13 +9,11 @@ from ..args import FfnArgs, FfnOutput
 from ..dense import dense_forward
 from . import monitor
 from .blocks import run_blocks
-from .few_tokens import MOST_TOKENS, run_few
-from .limits import share_limit
-from .operands import is_neuron_major, prepare
-from .target import target_of
+from .choice import FEW_TOKENS, choose
+from .few_tokens import run_few
+from .operands import prepare
 
 _INDEX_LIMIT = 2**31  # kernels index weights with 32 bits
-_COPY_TOKENS = 4096  # from here on, a transposed copy of `down` costs little beside the products
 
 
 def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:
@@ -44,37 +42,15 @@ def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
 
 
 def _auto(args: FfnArgs, block_rows: int, record: bool) -> FfnOutput:
-    tokens, device = args.x.shape[0], args.x.device
-    if tokens < _COPY_TOKENS and not is_neuron_major(args.down):
-        log_once(
-            f"running dense for fewer than {_COPY_TOKENS} tokens: `down` is not neuron-major "
-            "(down.mT contiguous), and transposing it would cost more than the sparsity saves"
-        )
-        return dense_forward(args, record)
-    target = target_of(device)
-    limit = share_limit(target.name, target.hopper, tokens)
-    if limit >= 1:
-        return _block(args, block_rows, record, None)
-    if limit <= 0:
-        return dense_forward(args, record)
-    bucket = 1 << (tokens - 1).bit_length()
-    key = (device.index, args.selector.data_ptr(), tuple(args.selector.shape), bucket)
-    if torch.cuda.is_current_stream_capturing():  # nothing may be asked of the device now
-        share = monitor.last_share(key)
-        sparse, reading = share is None or share <= limit, False
-    else:
-        share, reading = monitor.known_share(key), monitor.wants_reading(key)
-        # Launched one by one, two kernels of ours take the host longer than dense takes the GPU for few
-        # tokens; inside a CUDA graph launches are free. So eager calls of few tokens only take readings.
-        sparse = reading or (tokens > MOST_TOKENS and share is not None and share <= limit)
+    sparse, reading_key = choose(args)
     if not sparse:
         return dense_forward(args, record)
-    return _block(args, block_rows, record, key if reading else None)
+    return _block(args, block_rows, record, reading_key)
 
 
 def _block(args: FfnArgs, block_rows: int, record: bool, reading_key) -> FfnOutput:
     operands = prepare(args)
-    if operands.tokens <= MOST_TOKENS and not record and block_rows == 0:
+    if operands.tokens <= FEW_TOKENS and not record and block_rows == 0:
         y, counts, slots = run_few(operands)
         recorded = None
     else:

@@ -2,12 +2,14 @@
 
 The sparse kernels count active neurons anyway. Now and then those counts are copied to the host behind the
 kernels that wrote them; a later call picks them up if they have arrived. Automatic plans decide by the last
-known share; a layer that turned out dense is looked at again every few hundred calls.
+known share. Readings are due after 1, 2, 4, ... calls, then every `_LOOK_AGAIN` calls. Layers are known by
+the address of their weights; another tensor at the same address starts anew.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable
 
@@ -15,13 +17,19 @@ import torch
 from torch import Tensor
 
 _MOST_LAYERS = 4096
-_LOOK_AGAIN = 256  # calls
+_LOOK_AGAIN = 64  # calls
+_RESTLESS = 4  # times that every call brought a new tensor: casts of weights do, their address means more
 
 
 class _Layer:
+    """share: last reading. calls: since the owner came. pending: (event, counts on the host, maximum)."""
+
     def __init__(self) -> None:
         self.share: float | None = None
+        self.owner: weakref.ref[Tensor] | None = None
         self.calls = 0
+        self.restless = 0
+        self.due = False
         self.pending: tuple[torch.cuda.Event, Tensor, int] | None = None
 
 
@@ -55,14 +63,26 @@ def known_share(key: Hashable) -> float | None:
     return layer.share
 
 
-def wants_reading(key: Hashable) -> bool:
-    """Whether this call should run sparse and be read: at powers of two, then every few hundred calls."""
+def wants_reading(key: Hashable, weight: Tensor) -> bool:
+    """Count a call; True if it should run sparse and be read (`takes_reading` then says so once more)."""
     layer = _layer(key)
+    if (layer.owner is None or layer.owner() is not weight) and layer.restless < _RESTLESS:
+        layer.restless += layer.calls == 1
+        layer.owner, layer.calls, layer.share = weakref.ref(weight), 0, None
     layer.calls += 1
     calls = layer.calls
-    return layer.pending is None and (
-        calls % _LOOK_AGAIN == 0 or (calls < _LOOK_AGAIN and calls & (calls - 1) == 0)
-    )
+    if calls % _LOOK_AGAIN == 0 or (calls < _LOOK_AGAIN and calls & (calls - 1) == 0):
+        known_share(key)  # a reading that has arrived makes room for the next
+        layer.due = layer.pending is None
+    return layer.due
+
+
+def takes_reading(key: Hashable, weight: Tensor) -> bool:
+    """Whether a reading is due, counting the call if nobody asked before; the caller takes it."""
+    layer = _layer(key)
+    due = layer.due or wants_reading(key, weight)
+    layer.due = False
+    return due
 
 
 def read_later(key: Hashable, counts: Tensor, slots: int) -> None:

@@ -1,0 +1,87 @@
+"""When layers are read, without a device: the copy back is replaced by numbers that are already there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell.kernels.gpu import monitor
+
+
+class Arrived:
+    def query(self) -> bool:
+        return True
+
+
+class Late:
+    def query(self) -> bool:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    monitor.forget()
+    yield
+    monitor.forget()
+
+
+def read(key, share, event):
+    monitor._layer(key).pending = (event, torch.tensor([round(share * 100)]), 100)
+
+
+def test_readings_at_powers_of_two_then_at_intervals():
+    weight = torch.empty(1)
+    due = []
+    for call in range(1, 300):
+        if monitor.takes_reading("a", weight):
+            due.append(call)
+    interval = monitor._LOOK_AGAIN
+    assert due == [1, 2, 4, 8, 16, 32, interval, 2 * interval, 3 * interval, 4 * interval]
+
+
+def test_asking_first_does_not_count_twice():
+    weight = torch.empty(1)
+    asked = [monitor.wants_reading("a", weight) and monitor.takes_reading("a", weight) for _ in range(8)]
+    assert asked == [True, True, False, True, False, False, False, True]
+
+
+def test_a_reading_is_used_once_it_has_arrived():
+    assert monitor.known_share("a") is None
+    read("a", 0.25, Late())
+    assert monitor.known_share("a") is None
+    read("a", 0.25, Arrived())
+    assert monitor.last_share("a") is None  # looks at nothing
+    assert monitor.known_share("a") == 0.25
+    assert monitor.last_share("a") == 0.25
+
+
+def test_no_second_reading_while_one_is_on_its_way():
+    weight = torch.empty(1)
+    assert monitor.takes_reading("a", weight)
+    read("a", 0.5, Late())
+    assert not monitor.takes_reading("a", weight)
+
+
+def test_another_tensor_at_the_same_address_starts_anew():
+    first, second = torch.empty(1), torch.empty(1)
+    for _ in range(5):
+        monitor.takes_reading("a", first)
+    read("a", 0.5, Arrived())
+    assert monitor.known_share("a") == 0.5
+    assert monitor.takes_reading("a", second)
+    assert monitor.last_share("a") is None
+
+
+def test_tensors_that_change_with_every_call_are_known_by_address():
+    for _ in range(10):
+        monitor.takes_reading("a", torch.empty(1))
+    read("a", 0.5, Arrived())
+    monitor.takes_reading("a", torch.empty(1))
+    assert monitor.known_share("a") == 0.5
+
+
+def test_layers_are_bounded(monkeypatch):
+    monkeypatch.setattr(monitor, "_MOST_LAYERS", 3)
+    for key in range(5):
+        monitor.known_share(key)
+    assert list(monitor._layers) == [2, 3, 4]
