@@ -54,13 +54,13 @@ def compiled(function, constants, descriptors, capability, *, gluon=False, **opt
 
 
 def spilled_bytes(kernel) -> int:
-    """Local memory of the machine code, from the assembler's own report."""
+    """Stack frame of the machine code, where spilled registers live, from the assembler's own report."""
     tool = triton.knobs.nvidia.cuobjdump.path
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
         report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
-    return sum(map(int, re.findall(r"LOCAL:(\d+)", report.stdout + report.stderr)))
+    return sum(map(int, re.findall(r"STACK:(\d+)", report.stdout + report.stderr)))
 
 
 def portable(capability):
@@ -163,7 +163,7 @@ def hopper():
         "up_blocks_hopper",
         compiled(
             hopper_up.up_blocks_hopper,
-            {"CHUNK": 256, "W_LAYOUT": layout, "STAGES": 4, **flags},
+            {"CHUNK": 256, "W_LAYOUT": layout, "U_LAYOUT": layout, "STAGES": 3, **flags},
             {"x_desc": descriptor(128, 64)},
             90,
             gluon=True,

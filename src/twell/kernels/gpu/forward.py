@@ -68,4 +68,7 @@ def _row(args: FfnArgs, record: bool) -> FfnOutput:
 
     if record:  # statistics come from the block kernels' workspace
         return _block(args, 0, record, None)
+    if args.x.dtype == torch.float32:
+        log_once("running the block path instead of 'row': its words hold 16-bit values, not float32")
+        return _block(args, 0, record, None)
     return FfnOutput(run_rows(prepare(args)))

@@ -46,23 +46,19 @@ def _dots(x, w, bias, neuron, wanted, D, HAS_BIAS: tl.constexpr, GROUP: tl.const
 
 @triton.jit
 def _contribution(
-    x,
-    up,
-    up_bias,
-    down,
+    operands,
     neuron,
     value,
     listed,
     column,
-    D,
-    E,
     HAS_UP_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """float32 [WIDTH]: what a group of active neurons adds to the output; value: their gates, float32."""
-    DTYPE: tl.constexpr = x.dtype.element_ty
+    x, up, up_bias, down, D, E = operands
+    DTYPE: tl.constexpr = down.dtype.element_ty
     inside = listed[:, None] & (column < E)[None, :]
     # Asked for before the up sums are known, so that both wait for memory together.
     rows = tl.load(down + (neuron.to(tl.int64) * E)[:, None] + column[None, :], mask=inside, other=0.0)
@@ -111,6 +107,7 @@ def apply_rows(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     x += token * D
     words += token * (tiles * WORDS)
+    operands = (x, up, up_bias, down, D, E)
     member = tl.arange(0, GROUP)
     tile = tl.arange(0, TILES)
     count = tl.load(words + tile * WORDS, mask=tile < tiles, other=0)
@@ -124,9 +121,7 @@ def apply_rows(
         listed = first + member < total
         neuron = word & 0xFFFF
         gate = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        acc += _contribution(
-            x, up, up_bias, down, neuron, gate, listed, column, D, E, HAS_UP_BIAS, GATED, GROUP, DEPTH
-        )
+        acc += _contribution(operands, neuron, gate, listed, column, HAS_UP_BIAS, GATED, GROUP, DEPTH)
         word = following
     if overflows:
         for t in range(0, tiles):
@@ -137,7 +132,7 @@ def apply_rows(
                     gate = rounded(activate(rounded(pre, DTYPE), threshold, SQUARE), DTYPE)
                     listed = (gate != 0.0) & (neuron < H)
                     acc += _contribution(
-                        x, up, up_bias, down, neuron, gate, listed, column, D, E, HAS_UP_BIAS, GATED, GROUP, DEPTH
+                        operands, neuron, gate, listed, column, HAS_UP_BIAS, GATED, GROUP, DEPTH
                     )
     if HAS_DOWN_BIAS:
         acc += tl.load(down_bias + column, mask=column < E, other=0.0).to(tl.float32)

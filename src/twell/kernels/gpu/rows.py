@@ -23,16 +23,16 @@ _WIDEST = 8192  # outputs that one program keeps in registers
 
 @dataclass(frozen=True, kw_only=True)
 class RowTiles:
-    """tile: neurons per tile of the format. pack_*: tokens of a matmul tile, depth of one step, warps, stages,
-    and whether operands come through descriptors; apply_*: neurons taken together, features and outputs of
-    one step, warps."""
+    """tile: neurons per tile of the format. pack_*: the matmul tile's tokens, the depth of one step, warps,
+    stages and the form of the kernel; apply_*: neurons taken together, features and outputs of one step,
+    warps."""
 
     tile: int = 256
     pack_tokens: int = 128
     pack_depth: int = 64
     pack_warps: int = 8
     pack_stages: int = 4
-    pack_described: bool = True
+    pack_hopper: bool = True
     apply_group: int = 8
     apply_depth: int = 1024
     apply_width: int = 2048
@@ -40,26 +40,21 @@ class RowTiles:
 
 
 def row_tiles(target: Target, features: int, outputs: int) -> RowTiles:
-    """Tiles whose registers and shared memory fit the device."""
+    """Tiles whose registers and shared memory fit the device: no kernel spills on 8.0, 9.0 or 10.0."""
     if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
-        return RowTiles(tile=64, pack_tokens=32, pack_depth=16, apply_group=4, apply_depth=16, apply_width=32)
-    tiles = RowTiles()
-    if target.capability < (9, 0):  # twice the tokens would not leave the epilogue enough registers
-        tiles = replace(tiles, pack_tokens=64, pack_stages=3, pack_described=False)
-    elif target.shared_memory < 200 << 10:
-        tiles = replace(tiles, pack_stages=2)
+        return RowTiles(tile=64, pack_tokens=32, pack_depth=16, apply_depth=32, apply_width=64)
     width = triton.next_power_of_2(outputs)
     if width > _WIDEST:
         width = _WIDEST // 2
     warps = 4 if width <= 2048 else 8
-    # 8 features for each thread: up and down rows then lie alike in registers, and no exchange is needed.
-    return replace(
-        tiles,
-        apply_group=8 if width <= 2048 else 4,
+    tiles = RowTiles(
+        apply_group=8 if width <= 2048 and target.hopper else 4,
+        # 8 features for each thread: up and down rows then lie alike in registers, and no exchange is needed.
         apply_depth=min(triton.next_power_of_2(features), 256 * warps),
         apply_width=width,
         apply_warps=warps,
     )
+    return tiles if target.hopper else replace(tiles, pack_tokens=64, pack_stages=3, pack_hopper=False)
 
 
 def run_rows(operands: Operands, compression: int = 8) -> Tensor:
@@ -124,20 +119,21 @@ def _launch_pack(
     operands: Operands, x: Tensor, words: Tensor, target: Target, tiles: RowTiles, compression: int
 ) -> None:
     work = triton.cdiv(x.shape[0], tiles.pack_tokens) * triton.cdiv(operands.neurons, tiles.tile)
-    w = operands.select
-    if tiles.pack_described:
-        tokens = TensorDescriptor.from_tensor(x, [tiles.pack_tokens, tiles.pack_depth])
-        w = TensorDescriptor.from_tensor(w, [tiles.tile, tiles.pack_depth])
+    source, weights = x, operands.select
+    if tiles.pack_hopper:
+        source = TensorDescriptor.from_tensor(source, [tiles.pack_tokens, tiles.pack_depth])
+        weights = TensorDescriptor.from_tensor(weights, [tiles.tile, tiles.pack_depth])
     pack_rows[(min(target.processors, work),)](
-        tokens if tiles.pack_described else x,
-        w,
+        source,
+        weights,
         operands.pointer(operands.select_bias),
         words,
         x.shape[0],
         operands.neurons,
         operands.features,
         operands.threshold,
-        DESCRIBED=tiles.pack_described,
+        HOPPER=tiles.pack_hopper,
+        IN_PLACE=target.capability != (0, 0),  # the interpreter knows no machine instructions
         HAS_BIAS=operands.select_bias is not None,
         PLAIN=operands.plain,
         SQUARE=operands.square,
