@@ -163,7 +163,7 @@ def hopper():
         "up_blocks_hopper",
         compiled(
             hopper_up.up_blocks_hopper,
-            {"CHUNK": 256, "W_LAYOUT": layout, "U_LAYOUT": layout, "STAGES": 3, **flags},
+            {"CHUNK": 256, "W_LAYOUT": layout, "STAGES": 4, **flags},
             {"x_desc": descriptor(128, 64)},
             90,
             gluon=True,

@@ -66,9 +66,14 @@ def _block(args: FfnArgs, block_rows: int, record: bool, reading_key) -> FfnOutp
 def _row(args: FfnArgs, record: bool) -> FfnOutput:
     from .rows import run_rows
 
-    if record:  # statistics come from the block kernels' workspace
-        return _block(args, 0, record, None)
-    if args.x.dtype == torch.float32:
-        log_once("running the block path instead of 'row': its words hold 16-bit values, not float32")
+    reason = None
+    if args.x.is_cuda:
+        reason = "its kernels pass their tests in the interpreter but have not run on a GPU yet"
+    elif args.x.dtype == torch.float32:
+        reason = "its words hold 16-bit values, not float32"
+    elif record:
+        reason = "statistics come from the block path"
+    if reason is not None:
+        log_once(f"running the block path instead of 'row': {reason}")
         return _block(args, 0, record, None)
     return FfnOutput(run_rows(prepare(args)))

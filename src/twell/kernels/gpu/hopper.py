@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from .block_stages import BlockStages
 
 _NEURONS, _DEPTH = 256, 64
-_SELECT_STAGES = 4
-_UP_STAGES, _DOWN_STAGES = 3, 3  # what fits beside their output tiles
+_SELECT_STAGES, _UP_STAGES = 4, 4
+_DOWN_STAGES = 3  # what fits beside its output tile
 _DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -75,7 +75,6 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
         HAS_BIAS=operands.up_bias is not None,
         CHUNK=_NEURONS,
         W_LAYOUT=_layout([_NEURONS, _DEPTH], x.dtype),
-        U_LAYOUT=_layout([_NEURONS // 2, tiles.rows], x.dtype),
         STAGES=_UP_STAGES,
         num_warps=4,
     )
