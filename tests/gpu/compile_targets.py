@@ -10,11 +10,15 @@ import subprocess
 import sys
 import tempfile
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from twell.kernels.gpu import down, few, lists, select, statistics, up
+from twell.kernels.gpu.few_tokens import few_tiles
+from twell.kernels.gpu.target import Target
+from twell.kernels.gpu.tiles import block_tiles
 
 POINTERS = {
     "bias": "*bf16", "select_bias": "*bf16", "up_bias": "*bf16", "x": "*bf16", "w": "*bf16",
@@ -64,75 +68,50 @@ def spilled_bytes(kernel) -> int:
 
 
 def portable(capability):
-    stages = 4 if capability >= 90 else 3
+    # What the launchers would choose there, with the shared memory of A100, H100 and B200.
+    memory = {80: 166_912, 90: 232_448, 100: 232_448}[capability]
+    target = Target(name="", capability=divmod(capability, 10), processors=100, shared_memory=memory)
+    tiles = block_tiles(target, torch.bfloat16, 1 << 16, 5632, 0)
     dot = {"PRECISION": "ieee"}
-    plain = {"PLAIN": True, "SQUARE": False}
-    block = {"ROWS": 128, "DEPTH": 64}
-    x, w = "tensordesc<bf16[128, 64]>", "tensordesc<bf16[256, 64]>"
-    hidden = "tensordesc<bf16[64, 128]>"
-    yield (
-        "select_blocks",
-        compiled(
-            select.select_blocks,
-            {"HAS_BIAS": False, "NEURONS": 256, **plain, **block, **dot},
-            {"x_desc": x, "w_desc": w},
-            capability,
-            num_warps=8,
-            num_stages=stages,
-        ),
-    )
-    yield (
-        "list_active",
-        compiled(lists.list_active, {"CHUNK": 128, "WIDTH": 8192}, {}, capability, num_warps=8),
-    )
-    yield (
-        "up_blocks",
-        compiled(
-            up.up_blocks,
-            {"HAS_BIAS": True, "CHUNK": 128, **block, **dot},
-            {"x_desc": x},
-            capability,
-            num_warps=4,
-            num_stages=stages,
-        ),
-    )
+    x = f"tensordesc<bf16[{tiles.rows}, {tiles.select_depth}]>"
+    w = f"tensordesc<bf16[{tiles.select_neurons}, {tiles.select_depth}]>"
+    hidden = f"tensordesc<bf16[{tiles.down_depth}, {tiles.rows}]>"
+
+    constants = {"HAS_BIAS": False, "PLAIN": True, "SQUARE": False, "NEURONS": tiles.select_neurons}
+    constants |= {"ROWS": tiles.rows, "DEPTH": tiles.select_depth}
+    options = {"num_warps": tiles.select_warps, "num_stages": tiles.select_stages}
+    descriptors = {"x_desc": x, "w_desc": w}
+    kernel = compiled(select.select_blocks, constants | dot, descriptors, capability, **options)
+    yield "select_blocks", kernel
+
+    constants = {"CHUNK": tiles.up_chunk, "WIDTH": 8192}
+    yield "list_active", compiled(lists.list_active, constants, {}, capability, num_warps=8)
+
+    constants = {"HAS_BIAS": True, "CHUNK": tiles.up_chunk, "ROWS": tiles.rows, "DEPTH": tiles.up_depth}
+    options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
+    yield "up_blocks", compiled(up.up_blocks, constants | dot, {"x_desc": x}, capability, **options)
+
     for packed in (True, False):
-        yield (
-            f"down_blocks packed={packed}",
-            compiled(
-                down.down_blocks,
-                {"HAS_BIAS": False, "PACKED": packed, "WIDTH": 128, **block, **dot},
-                {"hidden_desc": hidden if packed else "*bf16"},
-                capability,
-                num_warps=4,
-                num_stages=stages,
-            ),
-        )
-    for rows, neurons, depth in ((1, 8, 2048), (16, 32, 256)):
-        chained = capability >= 90
-        yield f"few_select_up rows={rows}", compiled(
-            few.few_select_up,
-            {
-                "HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "GATED": True, "SQUARE": False,
-                "NEURONS": neurons, "ROWS": rows, "DEPTH": depth, "CHAINED": chained, **dot,
-            },
-            {},
-            capability,
-            num_warps=4,
-            num_stages=stages if rows > 1 else 1,
-        )  # fmt: skip
-        yield f"few_down rows={rows}", compiled(
-            few.few_down,
-            {
-                "HAS_BIAS": False, "NEURONS": neurons, "TILES": 256, "ROWS": rows, "WIDTH": 32,
-                "CHAINED": chained, **dot,
-            },
-            {},
-            capability,
-            num_warps=4,
-            num_stages=stages,
-        )  # fmt: skip
-    tile = {"NEURONS": 32, "ROWS": 128}
+        constants = {"HAS_BIAS": False, "PACKED": packed, "WIDTH": tiles.down_width}
+        constants |= {"ROWS": tiles.rows, "DEPTH": tiles.down_depth}
+        options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
+        descriptors = {"hidden_desc": hidden if packed else "*bf16"}
+        kernel = compiled(down.down_blocks, constants | dot, descriptors, capability, **options)
+        yield f"down_blocks packed={packed}", kernel
+
+    for tokens in (1, 16, 64):
+        few_ = few_tiles(target, torch.bfloat16, tokens, 5632, 2048)
+        shared = {"NEURONS": few_.neurons, "ROWS": few_.rows, "CHAINED": capability >= 90, **dot}
+        constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "GATED": True, "SQUARE": False}
+        constants |= shared | {"DEPTH": few_.depth}
+        options = {"num_warps": few_.warps, "num_stages": few_.stages}
+        kernel = compiled(few.few_select_up, constants, {}, capability, **options)
+        yield f"few_select_up tokens={tokens}", kernel
+        constants = {"HAS_BIAS": False, "TILES": few_.side, "WIDTH": few_.width, **shared}
+        options = {"num_warps": few_.down_warps, "num_stages": few_.down_stages}
+        yield f"few_down tokens={tokens}", compiled(few.few_down, constants, {}, capability, **options)
+
+    tile = {"NEURONS": 32, "ROWS": tiles.rows}
     yield "count_firing", compiled(statistics.count_firing, tile, {}, capability)
     yield "sum_magnitudes", compiled(statistics.sum_magnitudes, {**tile, "PACKED": True}, {}, capability)
 

@@ -22,7 +22,7 @@ def test_built_in_limits_take_the_nearest_smaller_count():
     assert limits.share_limit("any", True, 1) == table[1]
     assert limits.share_limit("any", True, 5) == table[2]
     assert limits.share_limit("any", True, 10**6) == 1.0
-    assert limits.share_limit("any", False, 10**6) < 1.0
+    assert limits.share_limit("any", False, 10**6) == 0.0  # not measured: dense until tuned
 
 
 def test_tuned_limits_win_and_survive_the_process():

@@ -2,7 +2,7 @@
 
 The share is that of the union: neurons that any token of a block activates. Built-in limits were measured
 on an H200 (bf16, D 2048, H 5632, time on the device); `twell tune` measures the device at hand and stores
-its own in the cache directory, by GPU and version.
+its own in the cache directory, by GPU and version. GPUs that are neither Hopper nor tuned run dense.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ CACHE_VARIABLE = "TWELL_CACHE"
 
 # tokens -> share. Hopper: the block path is at least as fast as dense at any share from 4,096 tokens on.
 _HOPPER = {1: 0.5, 2: 0.3, 16: 0.3, 32: 0.15, 64: 0.1, 128: 0.0, 4096: 1.0}
-_OTHER = {1: 0.3, 2: 0.1, 64: 0.05, 128: 0.0, 8192: 0.3}
+# Elsewhere nothing has been measured: dense, until `twell tune` has.
+_OTHER = {1: 0.0}
 
 
 def share_limit(gpu: str, hopper: bool, tokens: int) -> float:

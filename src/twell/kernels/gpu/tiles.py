@@ -64,6 +64,8 @@ def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, r
         return replace(_LARGE, rows=rows, **small, **depth)
     tiles = replace(_LARGE, rows=rows)
     size = element_bytes(dtype)
+    if target.capability[0] != 9:  # sums and operands share the registers: more warps, smaller tiles
+        tiles = replace(tiles, select_neurons=128, up_warps=8, up_programs=1, down_warps=8)
     if size > 2:  # exact float32 products run on the ordinary units: small tiles
         narrow = dict.fromkeys(("select_neurons", "up_chunk", "down_width"), 64)
         depth = dict.fromkeys(("select_depth", "up_depth", "down_depth"), 16)
