@@ -17,7 +17,7 @@ from ..._version import __version__
 CACHE_VARIABLE = "TWELL_CACHE"
 
 # tokens -> share. Hopper: the block path is at least as fast as dense at any share from 4,096 tokens on.
-_HOPPER = {1: 0.5, 2: 0.3, 16: 0.3, 32: 0.15, 64: 0.1, 128: 0.0, 4096: 1.0}
+_HOPPER = {1: 0.5, 2: 0.3, 16: 0.3, 32: 0.15, 64: 0.1, 65: 0.0, 4096: 1.0}
 # Elsewhere nothing has been measured: dense, until `twell tune` has.
 _OTHER = {1: 0.0}
 
