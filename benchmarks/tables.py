@@ -20,6 +20,7 @@ from pathlib import Path
 
 from PIL import Image
 
+import tables_gpu
 from twell.measure import Record, read_records
 from twell.report.plots import speedup_curves
 
@@ -136,6 +137,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-density": cpu_density,
     "format-memory": format_memory,
     "measured-on": measured_on,
+    **tables_gpu.TABLES,
 }
 
 
@@ -177,7 +179,10 @@ def _draw_speedup_curves(data: object, path: Path, metadata: dict[str, str]) -> 
     )
 
 
-FIGURES = [Figure(ROOT / "docs/figures/cpu_speedup.png", _speedup_curves_data, _draw_speedup_curves)]
+FIGURES = [
+    Figure(ROOT / "docs/figures/cpu_speedup.png", _speedup_curves_data, _draw_speedup_curves),
+    Figure(ROOT / "docs/figures/gpu_speedup.png", tables_gpu.curves_data, tables_gpu.draw_curves),
+]
 
 
 def render(text: str) -> str:

@@ -1,0 +1,158 @@
+"""Tables and the figure of the GPU benchmark, for tables.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from twell.measure import Record, read_records
+from twell.report.plots import speedup_curves
+
+RECORDS = Path(__file__).resolve().parent / "results" / "ffn_inference.jsonl"
+
+
+def gpu_records(section: str, **shape: object) -> list[Record]:
+    """Records of one section of the GPU benchmark whose shape has all the given entries."""
+    records = read_records(RECORDS)
+    wanted = f"ffn_inference/{section}"
+    return [r for r in records if r.what.startswith(wanted) and shape.items() <= r.shape.items()]
+
+
+def _by_nnz(records: list[Record]) -> dict[int, dict[int, Record]]:
+    """tokens -> wanted nnz -> record."""
+    cells: dict[int, dict[int, Record]] = {}
+    for record in records:
+        nnz = round(record.sparsity["wanted_nnz"])
+        cells.setdefault(record.shape["M"], {})[nnz] = record
+    return cells
+
+
+def _nnz_name(nnz: int, neurons: int = 5632) -> str:
+    return "all active" if nnz == neurons else f"nnz {nnz}"
+
+
+def gpu_prefill() -> str:
+    """Automatic plan over eager dense, tokens x nnz."""
+    cells = _by_nnz(gpu_records("prefill/auto", D=2048, H=5632, gated=True))
+    columns = sorted(cells[65536])
+    lines = [
+        "| tokens | dense eager | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "|---:|---:|" + "---:|" * len(columns),
+    ]
+    for tokens in (16384, 65536, 131072):
+        row = cells[tokens]
+        ratios = " | ".join(f"{row[nnz].ratio:.2f}x" for nnz in columns)
+        lines.append(f"| {tokens:,} | {_ms(row[24].baseline_value)} | {ratios} |")
+    return "\n".join(lines)
+
+
+def gpu_decode() -> str:
+    """The few-token kernels inside CUDA graphs over dense inside CUDA graphs, tokens x nnz."""
+    cells = _by_nnz(gpu_records("decode/few"))
+    columns = sorted(cells[1])
+    lines = [
+        "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "|---:|---:|" + "---:|" * len(columns),
+    ]
+    for tokens, row in sorted(cells.items()):
+        ratios = " | ".join(f"{row[nnz].ratio:.2f}x" for nnz in columns)
+        lines.append(f"| {tokens} | {row[24].baseline_value * 1e6:.1f} us | {ratios} |")
+    return "\n".join(lines)
+
+
+def gpu_kernels() -> str:
+    """Each kernel of the block path alone, against the device's own matmul in the same run."""
+    lines = [
+        "| nnz | union of 128 tokens | `x @ gate.T` | select | select and list | up | down |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows: dict[int, dict[str, Record]] = {}
+    for record in gpu_records("kernels/"):
+        rows.setdefault(round(record.sparsity["nnz"]), {})[record.what.rsplit("/", 1)[1]] = record
+    for nnz, row in sorted(rows.items()):
+        names = ("matmul", "select", "select_list", "up", "down")
+        cells = " | ".join(f"{_ms(row[n].value)}, {row[n].sparsity['tflops']:.0f}" for n in names)
+        lines.append(f"| {nnz} | {row['up'].sparsity['union']:.0f} | {cells} |")
+    return "\n".join(lines)
+
+
+def gpu_traces() -> str:
+    """List, up and down on recorded activations."""
+    lines = [
+        "| trace | nnz | union of 128 tokens | one warp per token at 9 TB/s | ours | ratio | error |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for record in gpu_records("traces/"):
+        nnz, union = record.sparsity["nnz"], record.sparsity["union"]
+        lines.append(
+            f"| {record.what.rsplit('_', 1)[1]} | {nnz:.0f} | {union:.0f} | {_ms(record.baseline_value)} "
+            f"| {_ms(record.value)} | {record.ratio:.2f}x | {record.error:.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def gpu_other() -> str:
+    """Other shapes, the non-gated block and torch.compile'd dense."""
+    lines = [
+        "| block | tokens | D | H | nnz | dense eager | | ratio |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    compiled = gpu_records("prefill/compiled")
+    others = [
+        r
+        for r in gpu_records("prefill/auto")
+        if not r.shape["gated"] or (r.shape["D"], r.shape["H"]) != (2048, 5632)
+    ]
+    for record in compiled + others:
+        shape = record.shape
+        name = "gated" if shape["gated"] else "non-gated"
+        ours = "dense compiled" if record in compiled else "ours"
+        lines.append(
+            f"| {name} | {shape['M']:,} | {shape['D']} | {shape['H']} | {record.sparsity['nnz']:.0f} "
+            f"| {_ms(record.baseline_value)} | {ours} {_ms(record.value)} | {record.ratio:.2f}x |"
+        )
+    return "\n".join(lines)
+
+
+def gpu_measured_on() -> str:
+    """The GPU, versions and commit behind the GPU figures."""
+    record = gpu_records("")[-1]
+    hardware, versions = record.hardware, record.versions
+    return (
+        f"Measured on one {hardware['gpu']}, torch {versions['torch']}, triton {versions['triton']}, "
+        f"commit {record.commit}, {record.date[:10]}; medians of interleaved runs, outputs compared with "
+        "float32 in the same run."
+    )
+
+
+def curves_data() -> dict[str, list[tuple[float, float]]]:
+    curves: dict[str, list[tuple[float, float]]] = {}
+    prefill = [r for r in gpu_records("prefill/auto", D=2048, H=5632, gated=True) if r.shape["M"] == 65536]
+    decode = [r for r in gpu_records("decode/few") if r.shape["M"] == 1]
+    for name, records in (("65,536 tokens", prefill), ("1 token, CUDA graph", decode)):
+        curves[name] = [(r.sparsity["nnz"] / r.shape["H"], r.ratio) for r in records if r.sparsity["nnz"] > 0]
+    return curves
+
+
+def draw_curves(data: object, path: Path, metadata: dict[str, str]) -> None:
+    speedup_curves(
+        data,
+        path,
+        title="Sparse feed-forward on an H200: exact at any sparsity",
+        subtitle="bf16, D 2048, H 5632, over eager PyTorch (1 token: both in CUDA graphs)",
+        metadata=metadata,
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gpu-prefill": gpu_prefill,
+    "gpu-decode": gpu_decode,
+    "gpu-kernels": gpu_kernels,
+    "gpu-traces": gpu_traces,
+    "gpu-other": gpu_other,
+    "gpu-measured-on": gpu_measured_on,
+}
