@@ -191,6 +191,31 @@ class TestTransforms:
 
 
 class TestRegisteredOp:
+    def test_dispatch_modes_and_subclasses_see_it(self):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Seen(TorchDispatchMode):
+            def __init__(self):
+                super().__init__()
+                self.ops = []
+
+            def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+                self.ops.append(op)
+                return op(*args, **(kwargs or {}))
+
+        tensors = operands()
+        with torch.no_grad():
+            expected = ffn(*tensors, plan=Plan(path="row"))
+            with Seen() as seen:
+                observed = ffn(*tensors, plan=Plan(path="row"))
+            assert seen.ops == [torch.ops.twell.ffn.default]
+            assert torch.equal(observed, expected)
+            mode = FakeTensorMode()
+            fake = ffn(*map(mode.from_tensor, tensors), plan=Plan(path="row"))
+        assert type(fake) is not torch.Tensor
+        assert fake.shape == expected.shape
+
     @pytest.mark.parametrize("path", ["auto", "row", "block", "dense"])
     @pytest.mark.parametrize("record", [False, True])
     @pytest.mark.parametrize("trained", [False, True])

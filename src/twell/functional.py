@@ -125,13 +125,28 @@ def _dispatch(
         gate is not None,
         training,
     )
-    flat = (_flat(x), *tensors[1:])
-    if (path == "dense" and backend == "dense") or _skipped(path, backend, FfnArgs(*flat, activation)):
-        output = dense_forward(FfnArgs(*flat, activation), record)
-    else:
-        y, l1, firing = ffn_op(*flat, activation.spec, path, block_rows, backend, record)
+    args = FfnArgs(_flat(x), *tensors[1:], activation)
+    if (path == "dense" and backend == "dense") or _skipped(path, backend, args):
+        output = dense_forward(args, record)
+    elif training or _observed(tensors):
+        y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
+    else:  # nobody looks: the dispatcher's 0.1 ms matter for few tokens
+        output = get_backend(backend).forward(args, path, block_rows, record)
     return _shaped(output, x, down)
+
+
+def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
+    """Whether something has to see the registered op: a compiler, a dispatch mode, a tensor subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.jit.is_tracing()
+        or not all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+    )
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _skipped(path: str, backend: str, args: FfnArgs) -> bool:

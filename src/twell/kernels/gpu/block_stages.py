@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .down import down_blocks
 from .lists import list_active
+from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
 from .select import select_blocks
 from .target import Target, target_of
@@ -46,7 +46,7 @@ class BlockStages:
         )
         self.hopper = _hopper_fits(operands, self.target, self.tiles)
         self.chunk = 256 if self.hopper else self.tiles.up_chunk
-        self.chunks = triton.cdiv(operands.neurons, self.chunk)
+        self.chunks = cdiv(operands.neurons, self.chunk)
         self.workspace = self._allocate(tokens)
 
     @property
@@ -54,7 +54,7 @@ class BlockStages:
         return self.operands.up is not None
 
     def blocks(self, tokens: int) -> int:
-        return triton.cdiv(tokens, self.tiles.rows)
+        return cdiv(tokens, self.tiles.rows)
 
     def select(self, x: Tensor) -> None:
         """active and values of the slab x [m, D]."""
@@ -63,7 +63,7 @@ class BlockStages:
 
             return launch_select(self, x)
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
-        work = self.blocks(x.shape[0]) * triton.cdiv(operands.neurons, tiles.select_neurons)
+        work = self.blocks(x.shape[0]) * cdiv(operands.neurons, tiles.select_neurons)
         select_blocks[(min(self.target.processors, work),)](
             TensorDescriptor.from_tensor(x, [tiles.rows, tiles.select_depth]),
             TensorDescriptor.from_tensor(operands.select, [tiles.select_neurons, tiles.select_depth]),
@@ -99,7 +99,7 @@ class BlockStages:
             neurons,
             self.chunks,
             CHUNK=self.chunk,
-            WIDTH=triton.next_power_of_2(neurons),
+            WIDTH=power_of_two(neurons),
             num_warps=8,
         )
 
@@ -144,7 +144,7 @@ class BlockStages:
 
             return launch_down(self, y)
         hidden = workspace.hidden
-        across = triton.cdiv(operands.outputs, tiles.down_width)
+        across = cdiv(operands.outputs, tiles.down_width)
         down_blocks[(self.blocks(y.shape[0]) * across,)](
             operands.down,
             operands.pointer(operands.down_bias),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import triton
 from torch import Tensor
 
 from .block_stages import BlockStages
+from .numbers import cdiv
 from .operands import Operands, element_bytes
 from .statistics import count_firing, sum_magnitudes
 from .tiles import DEFAULT_ROWS
@@ -54,13 +54,13 @@ def _slab_tokens(operands: Operands, rows: int) -> int:
     """Equal slabs, in whole blocks, whose values and hidden rows fit the workspace."""
     buffers = 1 if operands.up is None else 2
     limit = WORKSPACE_BYTES // (buffers * operands.neurons * element_bytes(operands.x.dtype)) // rows
-    blocks = triton.cdiv(operands.tokens, rows)
-    slabs = triton.cdiv(blocks, max(limit, 1))
-    return triton.cdiv(blocks, slabs) * rows
+    blocks = cdiv(operands.tokens, rows)
+    slabs = cdiv(blocks, max(limit, 1))
+    return cdiv(blocks, slabs) * rows
 
 
 def _grid(stages: BlockStages, tokens: int) -> tuple[int, int]:
-    return triton.cdiv(stages.operands.neurons, _NEURONS), triton.cdiv(stages.blocks(tokens), _BLOCKS)
+    return cdiv(stages.operands.neurons, _NEURONS), cdiv(stages.blocks(tokens), _BLOCKS)
 
 
 def _count_firing(stages: BlockStages, tokens: int, recorded: Recorded) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 
 from .few import few_down, few_select_up
+from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
 from .target import Target, target_of
 
@@ -29,6 +30,7 @@ class FewTiles:
     down_stages: int
 
 
+@lru_cache(maxsize=1024)
 def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, features: int) -> FewTiles:
     """H200, bf16, D 2048, H 5632, nnz 24, weights cold, CUDA graph, microseconds (dense about 32):
 
@@ -43,8 +45,8 @@ def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, fea
             rows=rows, neurons=16, depth=16, warps=4, stages=1, width=16, side=4, down_warps=4, down_stages=1
         )
     if tokens == 1:
-        depth = min(2048, triton.next_power_of_2(features)) // (2 if wide else 1)
-        side = min(1024, triton.next_power_of_2(triton.cdiv(neurons, 8)))
+        depth = min(2048, power_of_two(features)) // (2 if wide else 1)
+        side = min(1024, power_of_two(cdiv(neurons, 8)))
         return FewTiles(
             rows=1,
             neurons=8,
@@ -56,12 +58,12 @@ def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, fea
             down_warps=8,
             down_stages=2,
         )
-    rows = min(64, max(16, triton.next_power_of_2(tokens)))
+    rows = min(64, max(16, power_of_two(tokens)))
     tile = 64 if rows == 64 else 32
     depth, stages = (128, 4) if rows == 64 else (256, 4)
     if wide:
         depth, stages = 32, 2
-    side = min(128 if rows == 64 else 256, triton.next_power_of_2(triton.cdiv(neurons, tile)))
+    side = min(128 if rows == 64 else 256, power_of_two(cdiv(neurons, tile)))
     return FewTiles(
         rows=rows,
         neurons=tile,
@@ -82,8 +84,8 @@ def run_few(operands: Operands) -> tuple[Tensor, Tensor, int]:
     """
     target = target_of(operands.x.device)
     tiles = few_tiles(target, operands.x.dtype, operands.tokens, operands.neurons, operands.features)
-    blocks = triton.cdiv(operands.tokens, tiles.rows)
-    count = triton.cdiv(operands.neurons, tiles.neurons)
+    blocks = cdiv(operands.tokens, tiles.rows)
+    count = cdiv(operands.neurons, tiles.neurons)
     new = operands.x.new_empty
     values = new(blocks * count * tiles.neurons, tiles.rows)
     neurons = new(blocks * count * tiles.neurons, dtype=torch.int32)
@@ -115,7 +117,7 @@ def run_few(operands: Operands) -> tuple[Tensor, Tensor, int]:
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
-    few_down[(triton.cdiv(operands.outputs, tiles.width), blocks)](
+    few_down[(cdiv(operands.outputs, tiles.width), blocks)](
         operands.down,
         operands.pointer(operands.down_bias),
         values,

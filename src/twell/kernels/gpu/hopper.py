@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -13,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .hopper_down import down_blocks_hopper
 from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
+from .numbers import cdiv
 
 if TYPE_CHECKING:
     from .block_stages import BlockStages
@@ -35,7 +35,7 @@ def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 def launch_select(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     tokens, neurons = 2 * tiles.rows, 256 * 128 // (2 * tiles.rows)
-    work = triton.cdiv(x.shape[0], tokens) * triton.cdiv(operands.neurons, neurons)
+    work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
     select_blocks_hopper[(min(stages.target.processors, work),)](
         _describe(x, [tokens, _DEPTH]),
         _describe(operands.select, [neurons, _DEPTH]),
@@ -58,7 +58,7 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
 
 def launch_up(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
-    most = triton.cdiv(x.shape[0], tiles.rows) * triton.cdiv(operands.neurons, _NEURONS)
+    most = cdiv(x.shape[0], tiles.rows) * cdiv(operands.neurons, _NEURONS)
     up_blocks_hopper[(min(stages.target.processors, most),)](
         _describe(x, [tiles.rows, _DEPTH]),
         operands.up,
@@ -71,7 +71,7 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
         workspace.counter,
         operands.neurons,
         operands.features,
-        triton.cdiv(operands.neurons, _NEURONS),
+        cdiv(operands.neurons, _NEURONS),
         HAS_BIAS=operands.up_bias is not None,
         CHUNK=_NEURONS,
         W_LAYOUT=_layout([_NEURONS, _DEPTH], x.dtype),
@@ -82,8 +82,8 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
 
 def launch_down(stages: BlockStages, y: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
-    blocks = triton.cdiv(y.shape[0], tiles.rows)
-    down_blocks_hopper[(min(stages.target.processors, blocks * triton.cdiv(operands.outputs, _DOWN_WIDTH)),)](
+    blocks = cdiv(y.shape[0], tiles.rows)
+    down_blocks_hopper[(min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)](
         _describe(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
         operands.pointer(operands.down_bias),
@@ -93,7 +93,7 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
         blocks,
         operands.neurons,
         operands.outputs,
-        triton.cdiv(operands.neurons, _NEURONS) * _NEURONS,
+        cdiv(operands.neurons, _NEURONS) * _NEURONS,
         HAS_BIAS=operands.down_bias is not None,
         W_LAYOUT=_layout([_DEPTH, _DOWN_WIDTH], y.dtype),
         STAGES=_DOWN_STAGES,

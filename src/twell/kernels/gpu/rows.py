@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..._checks import reject
 from ...formats.row import MAX_COLUMNS
+from .numbers import cdiv, power_of_two
 from .operands import Operands
 from .row_apply import apply_rows
 from .row_pack import pack_rows
@@ -43,14 +43,14 @@ def row_tiles(target: Target, features: int, outputs: int) -> RowTiles:
     """Tiles whose registers and shared memory fit the device: no kernel spills on 8.0, 9.0 or 10.0."""
     if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
         return RowTiles(tile=64, pack_tokens=32, pack_depth=16, apply_depth=32, apply_width=64)
-    width = triton.next_power_of_2(outputs)
+    width = power_of_two(outputs)
     if width > _WIDEST:
         width = _WIDEST // 2
     warps = 4 if width <= 2048 else 8
     tiles = RowTiles(
         apply_group=8 if width <= 2048 and target.hopper else 4,
         # 8 features for each thread: up and down rows then lie alike in registers, and no exchange is needed.
-        apply_depth=min(triton.next_power_of_2(features), 256 * warps),
+        apply_depth=min(power_of_two(features), 256 * warps),
         apply_width=width,
         apply_warps=warps,
     )
@@ -104,21 +104,21 @@ def _check(operands: Operands, compression: int) -> None:
 
 
 def _row_words(operands: Operands, tiles: RowTiles, compression: int) -> int:
-    return triton.cdiv(operands.neurons, tiles.tile) * (tiles.tile // compression)
+    return cdiv(operands.neurons, tiles.tile) * (tiles.tile // compression)
 
 
 def _slab_tokens(tokens: int, row_words: int, step: int) -> int:
     """Equal slabs, in whole matmul tiles, whose words fit the buffer."""
-    blocks = triton.cdiv(tokens, step)
+    blocks = cdiv(tokens, step)
     limit = WORDS_BYTES // (4 * row_words) // step
-    slabs = triton.cdiv(blocks, max(limit, 1))
-    return triton.cdiv(blocks, slabs) * step
+    slabs = cdiv(blocks, max(limit, 1))
+    return cdiv(blocks, slabs) * step
 
 
 def _launch_pack(
     operands: Operands, x: Tensor, words: Tensor, target: Target, tiles: RowTiles, compression: int
 ) -> None:
-    work = triton.cdiv(x.shape[0], tiles.pack_tokens) * triton.cdiv(operands.neurons, tiles.tile)
+    work = cdiv(x.shape[0], tiles.pack_tokens) * cdiv(operands.neurons, tiles.tile)
     source, weights = x, operands.select
     if tiles.pack_hopper:
         source = TensorDescriptor.from_tensor(source, [tiles.pack_tokens, tiles.pack_depth])
@@ -150,8 +150,8 @@ def _launch_pack(
 def _launch_apply(
     operands: Operands, x: Tensor, words: Tensor, y: Tensor, tiles: RowTiles, compression: int
 ) -> None:
-    across = triton.cdiv(operands.neurons, tiles.tile)
-    apply_rows[(x.shape[0], triton.cdiv(operands.outputs, tiles.apply_width))](
+    across = cdiv(operands.neurons, tiles.tile)
+    apply_rows[(x.shape[0], cdiv(operands.outputs, tiles.apply_width))](
         x,
         words,
         operands.select,
@@ -173,7 +173,7 @@ def _launch_apply(
         SQUARE=operands.square,
         TILE=tiles.tile,
         WORDS=tiles.tile // compression,
-        TILES=triton.next_power_of_2(across),
+        TILES=power_of_two(across),
         GROUP=tiles.apply_group,
         DEPTH=tiles.apply_depth,
         WIDTH=tiles.apply_width,

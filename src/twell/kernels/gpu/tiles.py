@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -55,6 +56,7 @@ _LARGE = BlockTiles(
 )
 
 
+@lru_cache(maxsize=1024)
 def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, rows: int) -> BlockTiles:
     """Tiles that fit the device and give every processor work."""
     rows = rows or DEFAULT_ROWS
