@@ -151,6 +151,8 @@ def _gpu_refusal(site: Site) -> str | None:
         return "Triton is not installed"
     if site.device_type != "cuda":
         return f"the tensors are on {site.device_type!r}, not on a CUDA device"
+    if torch.version.hip is not None:
+        return "its kernels are written for NVIDIA GPUs"
     if site.dtype not in _GPU_DTYPES:
         return f"its kernels take {', '.join(map(str, _GPU_DTYPES))}, not {site.dtype}"
     if site.hidden % 8 or site.neurons % 8:

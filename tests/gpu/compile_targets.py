@@ -15,8 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twell.kernels.gpu import down, few, lists, select, statistics, up
+from twell.kernels.gpu import down, few, lists, row_apply, row_pack, select, statistics, up
 from twell.kernels.gpu.few_tokens import few_tiles
+from twell.kernels.gpu.rows import row_tiles
 from twell.kernels.gpu.target import Target
 from twell.kernels.gpu.tiles import block_tiles
 
@@ -24,7 +25,8 @@ POINTERS = {
     "bias": "*bf16", "select_bias": "*bf16", "up_bias": "*bf16", "x": "*bf16", "w": "*bf16",
     "select": "*bf16", "up": "*bf16", "values": "*bf16", "hidden": "*bf16", "y": "*bf16",
     "active": "*u8", "lists": "*i32",
-    "counts": "*i32", "neurons": "*i32", "work": "*i32", "counter": "*i32", "firing": "*i64", "sums": "*fp32",
+    "counts": "*i32", "neurons": "*i32", "work": "*i32", "counter": "*i32", "firing": "*i64",
+    "sums": "*fp32", "words": "*i32", "down": "*bf16", "down_bias": "*bf16",
 }  # fmt: skip
 NUMBERS = {
     "M": "i32", "H": "i32", "D": "i32", "E": "i32", "threshold": "fp32", "chunks_per_block": "i32",
@@ -46,7 +48,7 @@ def compiled(function, constants, descriptors, capability, *, gluon=False, **opt
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
         if name in POINTERS or (name in NUMBERS and name not in ("M", "threshold", "blocks", "tiles"))
-        if name not in constants
+        if name not in constants and not descriptors.get(name, "").startswith("tensordesc")
     }
     source_type = ASTSource
     if gluon:
@@ -111,9 +113,28 @@ def portable(capability):
         options = {"num_warps": few_.down_warps, "num_stages": few_.down_stages}
         yield f"few_down tokens={tokens}", compiled(few.few_down, constants, {}, capability, **options)
 
+    yield from rows_kernels(target, capability)
     tile = {"NEURONS": 32, "ROWS": tiles.rows}
     yield "count_firing", compiled(statistics.count_firing, tile, {}, capability)
     yield "sum_magnitudes", compiled(statistics.sum_magnitudes, {**tile, "PACKED": True}, {}, capability)
+
+
+def rows_kernels(target, capability):
+    tiles = row_tiles(target, 2048, 2048)
+    words = {"TILE": tiles.tile, "WORDS": tiles.tile // 8}
+    constants = {"HOPPER": tiles.pack_hopper, "IN_PLACE": True, "HAS_BIAS": False, "PLAIN": True}
+    constants |= {"SQUARE": False, "EVEN": True, "TOKENS": tiles.pack_tokens, "DEPTH": tiles.pack_depth}
+    sources = {}
+    if tiles.pack_hopper:
+        shapes = {"x": [tiles.pack_tokens, tiles.pack_depth], "w": [tiles.tile, tiles.pack_depth]}
+        sources = {name: f"tensordesc<bf16{shape}>" for name, shape in shapes.items()}
+    options = {"num_warps": tiles.pack_warps, "num_stages": tiles.pack_stages}
+    yield "pack_rows", compiled(row_pack.pack_rows, constants | words, sources, capability, **options)
+    constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "HAS_DOWN_BIAS": False, "GATED": True}
+    constants |= {"SQUARE": False, "TILES": 32, "GROUP": tiles.apply_group, "DEPTH": tiles.apply_depth}
+    constants |= words | {"WIDTH": tiles.apply_width}
+    options = {"num_warps": tiles.apply_warps}
+    yield "apply_rows", compiled(row_apply.apply_rows, constants, {}, capability, **options)
 
 
 def hopper():

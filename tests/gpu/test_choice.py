@@ -31,31 +31,46 @@ def device(monkeypatch, tmp_path):
     monitor.forget()
 
 
-UP, GATE, DOWN = torch.empty(16, 8), torch.empty(16, 8), torch.empty(16, 8).mT
+D, H = 2048, 5632
+PREFILL, BETWEEN = 16384, 4096
 
 
-def call(tokens, down=DOWN):
-    return FfnArgs(torch.empty(tokens, 8), UP, down, GATE, None, None, None, Activation())
+class Weight:
+    """What the choice looks at in a weight: its shape, its address and its identity."""
+
+    shape = torch.Size((H, D))
+
+    def numel(self):
+        return H * D
+
+    def data_ptr(self):
+        return 1
+
+
+GATE = Weight()
+
+
+def call(tokens, neuron_major=True, gate=GATE, hidden=D, dtype=torch.bfloat16):
+    x = torch.empty(tokens, hidden, device="meta", dtype=dtype)
+    down = torch.empty(H, D, device="meta").mT if neuron_major else torch.empty(D, H, device="meta")
+    up = GATE if gate is None else None
+    return FfnArgs(x, up, down, gate, None, None, None, Activation())
 
 
 def know(args, share):
-    monitor._layer(choice.layer_key(args)).share = share
+    layer = monitor._layer(choice.layer_key(args))
+    layer.share, layer.ran = share, True
 
 
-def test_many_tokens_run_sparse_whatever_the_layer(device):
-    for device.capturing in (False, True):
-        assert not choice.skips_eager_call(call(16384))
-        assert choice.choose(call(16384)) == (True, None)
+def test_much_work_runs_sparse_whatever_the_layer():
+    assert not choice.skips_eager_call(call(PREFILL))
+    assert choice.choose(call(PREFILL)) == (True, None)
 
 
-@pytest.mark.parametrize("tokens", [65, 1000, 4096, 16383])
-def test_eager_calls_in_between_skip_the_op(tokens):
+@pytest.mark.parametrize("tokens", [65, 1000, BETWEEN, PREFILL - 1])
+def test_less_work_is_left_to_dense_without_the_op(tokens):
     assert choice.skips_eager_call(call(tokens))
-
-
-def test_in_between_graphs_run_sparse_where_it_never_loses(device):
-    device.capturing = True
-    assert [choice.choose(call(tokens))[0] for tokens in (65, 1000, 4096)] == [False, False, True]
+    assert choice.choose(call(tokens)) == (False, None)
 
 
 def test_few_tokens_eager_take_readings_and_else_run_dense():
@@ -74,35 +89,65 @@ def test_a_compiled_call_that_never_asked_takes_readings_too():
     assert [choice.choose(args) for _ in range(3)] == [(True, key), (True, key), (False, None)]
 
 
-@pytest.mark.parametrize(("share", "sparse"), [(None, True), (0.01, True), (0.9, False)])
+@pytest.mark.parametrize(("share", "sparse"), [(None, False), (0.01, True), (0.9, False)])
 def test_a_capture_goes_by_what_is_known(device, share, sparse):
+    """Nothing known is dense: a kernel that was never loaded must not be met inside a capture."""
     args = call(1)
-    know(args, share)
+    if share is not None:
+        know(args, share)
     device.capturing = True
     assert not choice.skips_eager_call(args)
     assert choice.choose(args) == (sparse, None)
 
 
-def test_token_counts_of_one_power_of_two_share_a_layer(device):
-    know(call(8), 0.9)
+def test_a_capture_of_much_work_wants_a_warm_up(device):
     device.capturing = True
-    assert choice.choose(call(5)) == (False, None)
-    assert choice.choose(call(4)) == (True, None)  # nothing known
+    assert choice.choose(call(PREFILL)) == (False, None)
+    monitor.note_run(choice.layer_key(call(PREFILL)))
+    assert choice.choose(call(PREFILL)) == (True, None)
+
+
+def test_token_counts_of_one_power_of_two_share_a_layer(device):
+    know(call(8), 0.01)
+    device.capturing = True
+    assert choice.choose(call(5)) == (True, None)
+    assert choice.choose(call(4)) == (False, None)  # nothing known
 
 
 def test_stock_down_runs_dense_for_few_tokens_and_says_so(caplog, monkeypatch):
     monkeypatch.setattr("twell._log._logged", set())
-    stock = torch.empty(8, 16)
-    assert choice.skips_eager_call(call(1, stock))
-    assert choice.choose(call(1, stock)) == (False, None)
+    assert choice.skips_eager_call(call(1, neuron_major=False))
     assert "not neuron-major" in caplog.text
-    assert choice.choose(call(16384, stock)) == (True, None)
+    assert choice.choose(call(1, neuron_major=False)) == (False, None)
+    assert choice.choose(call(PREFILL, neuron_major=False)) == (True, None)
 
 
-def test_a_gpu_that_nobody_measured_runs_dense_until_tuned(device):
+def test_what_was_not_measured_runs_dense(device):
+    assert choice.choose(call(10**5, dtype=torch.float32)) == (False, None)
     device.target = AMPERE
     for device.capturing in (False, True):
         for tokens in (1, 100, 10**5):
             assert choice.choose(call(tokens)) == (False, None)
-    limits.store(AMPERE.name, {1: 0.5})
-    assert choice.choose(call(1))[0]
+    device.capturing = False
+    assert choice.skips_eager_call(call(1))
+
+
+def test_tuned_limits_of_few_tokens_hold_inside_graphs(device):
+    device.target = AMPERE
+    limits.store(AMPERE.name, limits.shape_name(D, H, True), {1: 0.5})
+    args = call(1)
+    assert choice.choose(args) == (True, choice.layer_key(args))  # a reading
+    know(args, 0.4)
+    device.capturing = True
+    assert choice.choose(args) == (True, None)
+    know(args, 0.6)
+    assert choice.choose(args) == (False, None)
+
+
+def test_a_block_without_a_gate_needs_to_be_sparse():
+    args = call(2 * PREFILL, gate=None)
+    key = choice.layer_key(args)
+    assert choice.choose(args) == (True, key)
+    know(args, 0.9)
+    monitor._layer(key).calls = 2
+    assert choice.choose(args) == (False, None)

@@ -248,8 +248,13 @@ def test_other_streams_and_devices_current():
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_llama_with_sparse_mlps_compiles_whole(mode):
+def test_a_llama_with_sparse_mlps_compiles_whole(mode, monkeypatch):
     transformers = pytest.importorskip("transformers")
+    from twell.kernels.gpu import forward
+
+    launched = []
+    run_few = forward.run_few
+    monkeypatch.setattr(forward, "run_few", lambda operands: launched.append(1) or run_few(operands))
     config = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=1024,
@@ -262,16 +267,54 @@ def test_a_llama_with_sparse_mlps_compiles_whole(mode):
     )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).cuda().bfloat16().eval()
-    ids = torch.randint(512, (4, 64), device="cuda")
+    ids = torch.randint(512, (2, 32), device="cuda")
     with torch.no_grad():
         stock = model(ids).logits
         for layer in model.model.layers:
-            sparse = SparseMLP(256, 1024, device="cuda", dtype=torch.bfloat16)
+            sparse = SparseMLP(256, 1024, device="cuda", dtype=torch.bfloat16, plan=Plan(path="block"))
             sparse.load_state_dict(layer.mlp.state_dict())
             layer.mlp = sparse
         eager = model(ids).logits
+        assert len(launched) == 2
         compiled = torch.compile(model, fullgraph=True, mode=mode)
         for _ in range(3):
             logits = compiled(ids).logits.clone()
+        assert len(launched) > 2
     assert reference.relative_error(eager, stock) < 2e-2
     assert reference.relative_error(logits, stock) < 2e-2
+
+
+def test_outputs_of_another_width():
+    up, _, gate = weights(512, 2048)
+    fire(gate, 40)
+    for outputs in (8, 72, 320, 1024):
+        down = (torch.randn(2048, outputs, device="cuda") / 2048**0.5).bfloat16().mT
+        for count in (1, 50, 4999):
+            x = tokens_of(count, 512)
+            assert_exact(ffn(x, up, down, gate, plan=Plan(path="block")), x, up, down, gate)
+
+
+def test_slabs(monkeypatch):
+    up, down, gate = weights(512, 2048)
+    fire(gate, 40)
+    x = tokens_of(40000, 512)
+    whole = ffn(x, up, down, gate, plan=Plan(path="block"))
+    monkeypatch.setattr("twell.kernels.gpu.blocks.WORKSPACE_BYTES", 100 << 20)
+    assert torch.equal(ffn(x, up, down, gate, plan=Plan(path="block")), whole)
+
+
+def test_token_counts_do_not_compile_anew():
+    """A capture must never meet a kernel that was not loaded: one per kind of call, whatever the tokens."""
+    from twell.kernels.gpu.few import few_down, few_select_up
+
+    up, down, gate = weights(512, 2048)
+    fire(gate, 40)
+
+    def compiled():
+        return sum(len(cache[0]) for k in (few_select_up, few_down) for cache in k.device_caches.values())
+
+    ffn(tokens_of(9, 512), up, down, gate, plan=Plan(path="block"))
+    before = compiled()
+    for count in (10, 12, 15, 16):
+        ffn(tokens_of(count, 512), up, down, gate, plan=Plan(path="block"))
+    assert compiled() == before

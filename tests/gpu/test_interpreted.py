@@ -117,3 +117,30 @@ def test_output_size_may_differ(interpreted):
     down = torch.randn(24, NEURONS).half()
     for rows in (0, 16):
         check((x, up, down, gate), {}, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
+
+
+def test_statistics_ignore_what_padding_makes_of_an_infinite_weight(interpreted):
+    """20 tokens in blocks of 16: the 12 zeros past the end times -inf are NaN, and no token's."""
+    (x, up, down, gate), _ = block(20, dtype=torch.float32)
+    x, gate = x.clone(), gate.clone()
+    x[:, 0], gate[3, 0] = 8.0, float("-inf")
+    y, stats = ffn_with_stats(x, up, down, gate, plan=Plan(path="block", block_rows=16, backend=interpreted))
+    expected, dense = ffn_with_stats(x, up, down, gate, plan=Plan(path="dense"))
+    assert torch.equal(stats.firing, dense.firing)
+    assert stats.l1.item() == pytest.approx(dense.l1.item(), rel=1e-5)
+    assert torch.allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_token_with_a_strange_stride(interpreted):
+    (x, up, down, gate), _ = block(1)
+    strange = torch.zeros(1, HIDDEN + 1).half()[:, :HIDDEN].copy_(x)
+    assert strange.stride() == (HIDDEN + 1, 1)
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    assert torch.equal(ffn(strange, up, down, gate, plan=plan), ffn(x, up, down, gate, plan=plan))
+
+
+@pytest.mark.parametrize("rows", [1, 48, 256])
+def test_block_rows_that_no_kernel_takes(interpreted, rows):
+    tensors, _ = block(4)
+    with pytest.raises(ValueError, match=f"block_rows: got {rows}; accepted: one of"):
+        ffn(*tensors, plan=Plan(path="block", block_rows=rows, backend=interpreted))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from twell.kernels.gpu import limits
 from twell.measure.tune import crossing, tune
+
+SHAPE = limits.shape_name(2048, 5632, True)
 
 
 @pytest.fixture(autouse=True)
@@ -19,30 +23,48 @@ def _own_cache(tmp_path, monkeypatch):
 
 def test_built_in_limits_take_the_nearest_smaller_count():
     table = limits._HOPPER
-    assert limits.share_limit("any", True, 1) == table[1]
-    assert limits.share_limit("any", True, 5) == table[2]
-    assert limits.share_limit("any", True, 10**6) == 1.0
-    assert limits.share_limit("any", False, 10**6) == 0.0  # not measured: dense until tuned
+    assert limits.share_limit("any", True, SHAPE, 1) == table[1]
+    assert limits.share_limit("any", True, SHAPE, 5) == table[2]
+    assert limits.share_limit("any", True, SHAPE, 65) == 0.0
+    assert limits.share_limit("any", True, SHAPE, 10**6) == 1.0
+    assert limits.share_limit("any", False, SHAPE, 10**6) == 0.0  # not measured: dense until tuned
 
 
-def test_tuned_limits_win_and_survive_the_process():
-    limits.store("Some GPU", {1: 0.25, 64: 0.5})
+def test_tuned_limits_win_for_their_shape_and_survive_the_process():
+    plain = limits.shape_name(2048, 5632, False)
+    limits.store("Some GPU", SHAPE, {1: 0.25, 64: 0.5})
+    limits.store("Some GPU", plain, {1: 0.125})
     limits._tuned.cache_clear()  # as a new process would start
-    assert limits.share_limit("Some GPU", True, 63) == 0.25
-    assert limits.share_limit("Some GPU", True, 64) == 0.5
-    assert limits.share_limit("Other GPU", True, 10**6) == 1.0
+    assert limits.share_limit("Some GPU", True, SHAPE, 63) == 0.25
+    assert limits.share_limit("Some GPU", True, SHAPE, 64) == 0.5
+    assert limits.share_limit("Some GPU", True, plain, 64) == 0.125
+    assert limits.share_limit("Some GPU", True, "8x8", 1) == limits._HOPPER[1]
+    assert limits.share_limit("Other GPU", True, SHAPE, 10**6) == 1.0
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', "{}"])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', '{"a": {"b": 1}}', "{}"])
 def test_a_broken_file_is_as_none(content):
-    path = limits.cache_file("Some GPU")
-    path.write_text(content)
-    assert limits.share_limit("Some GPU", True, 1) == limits._HOPPER[1]
+    limits.cache_file("Some GPU").write_text(content)
+    assert limits.share_limit("Some GPU", True, SHAPE, 1) == limits._HOPPER[1]
+
+
+def test_without_a_home_directory(monkeypatch):
+    monkeypatch.delenv(limits.CACHE_VARIABLE)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert limits.share_limit("Some GPU", True, SHAPE, 1) == limits._HOPPER[1]
+    assert limits.store("Some GPU", SHAPE, {1: 0.5}) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert limits.cache_file("G").parts[:3] == ("/", "somewhere", "twell")
 
 
 def test_fewer_tokens_than_any_entry_take_the_first():
-    limits.store("Some GPU", {64: 0.5})
-    assert limits.share_limit("Some GPU", True, 1) == 0.5
+    limits.store("Some GPU", SHAPE, {64: 0.5})
+    assert limits.share_limit("Some GPU", True, SHAPE, 1) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -75,4 +97,4 @@ def test_tuning_writes_what_plans_read():
     found = tune(512, 2048, tokens=(1, 8192), repetitions=3, report=lambda *row: seen.append(row[0]))
     assert seen == [1, 8192]
     name = torch.cuda.get_device_properties(0).name
-    assert limits.share_limit(name, True, 1) == found[1]
+    assert limits.share_limit(name, True, limits.shape_name(512, 2048, True), 1) == found[1]

@@ -1,4 +1,4 @@
-"""When layers are read, without a device: the copy back is replaced by numbers that are already there."""
+"""When layers are read, without a device: counts that lie on the host have arrived at once."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ import torch
 from twell.kernels.gpu import monitor
 
 
-class Arrived:
-    def query(self) -> bool:
-        return True
-
-
-class Late:
-    def query(self) -> bool:
-        return False
-
-
 @pytest.fixture(autouse=True)
 def _fresh():
     monitor.forget()
@@ -25,8 +15,11 @@ def _fresh():
     monitor.forget()
 
 
-def read(key, share, event):
-    monitor._layer(key).pending = (event, torch.tensor([round(share * 100)]), 100)
+def read(key, share, arrived=True):
+    """A reading of two tiles, the second of which may not have been copied yet."""
+    monitor.note_run(key, torch.tensor([0, round(share * 100)]), 100)
+    if not arrived:
+        monitor._layer(key).pending[0][1] = -1
 
 
 def test_readings_at_powers_of_two_then_at_intervals():
@@ -47,18 +40,17 @@ def test_asking_first_does_not_count_twice():
 
 def test_a_reading_is_used_once_it_has_arrived():
     assert monitor.known_share("a") is None
-    read("a", 0.25, Late())
+    read("a", 0.25, arrived=False)
     assert monitor.known_share("a") is None
-    read("a", 0.25, Arrived())
-    assert monitor.last_share("a") is None  # looks at nothing
+    read("a", 0.25)
     assert monitor.known_share("a") == 0.25
-    assert monitor.last_share("a") == 0.25
+    assert monitor.known_share("a") == 0.25  # and stays
 
 
 def test_no_second_reading_while_one_is_on_its_way():
     weight = torch.empty(1)
     assert monitor.takes_reading("a", weight)
-    read("a", 0.5, Late())
+    read("a", 0.5, arrived=False)
     assert not monitor.takes_reading("a", weight)
 
 
@@ -66,18 +58,33 @@ def test_another_tensor_at_the_same_address_starts_anew():
     first, second = torch.empty(1), torch.empty(1)
     for _ in range(5):
         monitor.takes_reading("a", first)
-    read("a", 0.5, Arrived())
+    read("a", 0.5)
     assert monitor.known_share("a") == 0.5
     assert monitor.takes_reading("a", second)
-    assert monitor.last_share("a") is None
+    assert monitor.known_share("a") is None
 
 
 def test_tensors_that_change_with_every_call_are_known_by_address():
     for _ in range(10):
         monitor.takes_reading("a", torch.empty(1))
-    read("a", 0.5, Arrived())
+    read("a", 0.5)
     monitor.takes_reading("a", torch.empty(1))
     assert monitor.known_share("a") == 0.5
+
+
+def test_a_reading_on_its_way_does_not_count_for_a_new_owner():
+    first, second = torch.empty(1), torch.empty(1)
+    monitor.takes_reading("a", first)
+    read("a", 0.5)
+    monitor.takes_reading("a", second)
+    assert monitor.known_share("a") is None
+
+
+def test_who_has_run():
+    assert not monitor.has_run("a")
+    monitor.note_run("a")
+    assert monitor.has_run("a")
+    assert monitor.known_share("a") is None
 
 
 def test_layers_are_bounded(monkeypatch):

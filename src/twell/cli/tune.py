@@ -11,7 +11,7 @@ from rich.table import Table
 from ..kernels.gpu.limits import cache_file
 from ..measure.tune import SHARES, TOKENS, tune
 
-_QUICK_TOKENS = (1, 8, 64, 1024, 8192)
+_QUICK_TOKENS = (1, 8, 64, 65, 1024, 8192)
 
 
 def run_tune(*, hidden: int, neurons: int, gated: bool, quick: bool) -> None:

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from .._checks import reject
 from ..functional import ffn
-from ..kernels.gpu.limits import store
+from ..kernels.gpu.limits import shape_name, store
 from ..plan import Plan
 from .ffn import stock_dense
 from .timing import compare
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 MARGIN = 0.97  # sparse must take at most this share of dense's time, but for the last point
 _COLD_BYTES = 256 << 20
@@ -46,7 +46,8 @@ def tune(
             limits[count] = crossing(gains)
             if report is not None:
                 report(count, limits[count], gains)
-    store(torch.cuda.get_device_properties(torch.cuda.current_device()).name, limits)
+    name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
+    store(name, shape_name(hidden, neurons, gated), limits)
     return limits
 
 

@@ -14,6 +14,7 @@ from .statistics import count_firing, sum_magnitudes
 from .tiles import DEFAULT_ROWS
 
 WORKSPACE_BYTES = 2 << 30
+_LARGEST_CHUNK = 256  # hidden rows come in whole chunks of up
 _BLOCKS, _NEURONS = 8, 32  # of one program of the statistics
 
 
@@ -52,8 +53,9 @@ def run_blocks(operands: Operands, rows: int, record: bool) -> tuple[Tensor, Rec
 
 def _slab_tokens(operands: Operands, rows: int) -> int:
     """Equal slabs, in whole blocks, whose values and hidden rows fit the workspace."""
-    buffers = 1 if operands.up is None else 2
-    limit = WORKSPACE_BYTES // (buffers * operands.neurons * element_bytes(operands.x.dtype)) // rows
+    values = operands.neurons
+    hidden = 0 if operands.up is None else cdiv(operands.neurons, _LARGEST_CHUNK) * _LARGEST_CHUNK
+    limit = WORKSPACE_BYTES // ((values + hidden) * element_bytes(operands.x.dtype)) // rows
     blocks = cdiv(operands.tokens, rows)
     slabs = cdiv(blocks, max(limit, 1))
     return cdiv(blocks, slabs) * rows
@@ -68,8 +70,8 @@ def _count_firing(stages: BlockStages, tokens: int, recorded: Recorded) -> None:
         stages.workspace.values,
         stages.workspace.active,
         recorded.firing,
+        tokens,
         stages.operands.neurons,
-        stages.blocks(tokens),
         _BLOCKS,
         NEURONS=_NEURONS,
         ROWS=stages.tiles.rows,
@@ -84,9 +86,9 @@ def _sum_magnitudes(stages: BlockStages, tokens: int, recorded: Recorded) -> Non
         workspace.active,
         workspace.counts,
         sums,
+        tokens,
         stages.operands.neurons,
         stages.chunks * stages.chunk,
-        stages.blocks(tokens),
         _BLOCKS,
         PACKED=stages.gated,
         NEURONS=_NEURONS,

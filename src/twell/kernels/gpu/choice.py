@@ -9,26 +9,52 @@ import torch
 from ..._log import log_once
 from ..args import FfnArgs
 from . import monitor
-from .limits import share_limit
+from .limits import shape_name, share_limit
 from .operands import is_neuron_major
 from .target import target_of
 
 # Up to here the two-launch kernels run; beyond, the block path reuses weights better.
 FEW_TOKENS = 64
 
-# Launched one by one from Python, our kernels take the host longer than dense takes the GPU for fewer tokens
-# (H200: 0.8 ms of launches against 0.5 ms of dense at 4,096 tokens). Inside a CUDA graph launches are free.
-EAGER_TOKENS = 16384
+# Launched one by one from Python, our kernels take the host longer than dense takes the GPU for less work
+# than this (H200: 0.8 ms of launches against 0.5 ms of dense at 4,096 tokens, D 2048, H 5632: 0.28e12
+# operations). Inside a CUDA graph launches are free.
+EAGER_OPERATIONS = 1e12
+
+# A block that is not gated has a slower down kernel: not measured with everything active.
+_PLAIN_LIMIT = 0.5
 
 
 def skips_eager_call(args: FfnArgs) -> bool:
-    """Whether an eager call is better left to dense PyTorch; cheap enough to ask before every call."""
-    tokens = args.x.shape[0]
-    if tokens >= EAGER_TOKENS or torch.cuda.is_current_stream_capturing():
+    """Whether an eager call is better left to dense PyTorch; cheap enough to ask before every call.
+
+    Readings are the exception: now and then a call of a kind that a CUDA graph may want runs sparse.
+    """
+    if torch.cuda.is_current_stream_capturing():
         return False
-    return tokens > FEW_TOKENS or not (
-        is_neuron_major(args.down) and monitor.wants_reading(layer_key(args), args.selector)
-    )
+    limit = _limit(args)
+    if limit <= 0:
+        return True
+    if _pays_eagerly(args):
+        return False
+    return not monitor.wants_reading(layer_key(args), args.selector)
+
+
+def choose(args: FfnArgs) -> tuple[bool, Hashable | None]:
+    """(whether to run sparse, the key under which the monitor wants a reading of this call)."""
+    limit = _limit(args)
+    if limit <= 0:
+        return False, None
+    key = layer_key(args)
+    share = monitor.known_share(key)
+    fits = limit >= 1 or (share is not None and share <= limit)
+    if torch.cuda.is_current_stream_capturing():
+        return fits and monitor.has_run(key), None
+    if limit < 1 or not _pays_eagerly(args):
+        if monitor.takes_reading(key, args.selector):
+            return True, key
+        return fits and _pays_eagerly(args), None
+    return True, None
 
 
 def layer_key(args: FfnArgs) -> Hashable:
@@ -37,25 +63,29 @@ def layer_key(args: FfnArgs) -> Hashable:
     return args.x.device.index, args.selector.data_ptr(), args.selector.shape, bucket
 
 
-def choose(args: FfnArgs) -> tuple[bool, Hashable | None]:
-    """(whether to run sparse, the key under which the monitor wants a reading of this call)."""
-    tokens = args.x.shape[0]
-    capturing = torch.cuda.is_current_stream_capturing()
-    if tokens < EAGER_TOKENS and not is_neuron_major(args.down):
+def _operations(args: FfnArgs) -> int:
+    matrices = 2 if args.gate is None else 3
+    return 2 * matrices * args.x.shape[0] * args.selector.numel()
+
+
+def _pays_eagerly(args: FfnArgs) -> bool:
+    return _operations(args) >= EAGER_OPERATIONS
+
+
+def _limit(args: FfnArgs) -> float:
+    """The share of active neurons up to which this call should run sparse; 0: never."""
+    neurons, hidden = args.selector.shape
+    if args.x.dtype == torch.float32:
+        return 0.0
+    if not _pays_eagerly(args) and not is_neuron_major(args.down):
         log_once(
-            f"running dense for fewer than {EAGER_TOKENS} tokens: `down` is not neuron-major "
-            "(down.mT contiguous), and transposing it would cost more than the sparsity saves"
+            "running dense for few tokens: `down` is not neuron-major (down.mT contiguous), and transposing "
+            "it would cost more than the sparsity saves"
         )
-        return False, None
+        return 0.0
     target = target_of(args.x.device)
-    limit = share_limit(target.name, target.hopper, tokens)
-    if limit <= 0 or (limit >= 1 and (capturing or tokens >= EAGER_TOKENS)):
-        return limit >= 1, None
-    key = layer_key(args)
-    if capturing:  # nothing may be asked of the device now
-        share = monitor.last_share(key)
-        return share is None or share <= limit, None
-    share = monitor.known_share(key)
-    if monitor.takes_reading(key, args.selector):
-        return True, key
-    return tokens >= EAGER_TOKENS and (share is None or share <= limit), None
+    gated = args.gate is not None
+    # The Hopper kernels take whole steps of 64 features; the portable ones have not been measured there.
+    hopper = target.hopper and hidden % 64 == 0
+    limit = share_limit(target.name, hopper, shape_name(hidden, neurons, gated), args.x.shape[0])
+    return limit if gated else min(limit, _PLAIN_LIMIT)

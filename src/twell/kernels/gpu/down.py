@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
+@triton.jit(do_not_specialize=["M"])
 def down_blocks(
     w,
     bias,

@@ -21,7 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from .jit import activate, rounded
 
 
-@triton.jit
+# One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
+@triton.jit(do_not_specialize=["M"])
 def few_select_up(
     x,
     select,
@@ -109,7 +110,8 @@ def _product(
     return acc
 
 
-@triton.jit
+# One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
+@triton.jit(do_not_specialize=["M"])
 def few_down(
     w,
     bias,

@@ -78,10 +78,7 @@ def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, fea
 
 
 def run_few(operands: Operands) -> tuple[Tensor, Tensor, int]:
-    """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold.
-
-    Meant for up to FEW_TOKENS tokens, correct for any number.
-    """
+    """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold."""
     target = target_of(operands.x.device)
     tiles = few_tiles(target, operands.x.dtype, operands.tokens, operands.neurons, operands.features)
     blocks = cdiv(operands.tokens, tiles.rows)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from ..._checks import reject
 from ..._log import log_once
 from ..args import FfnArgs, FfnOutput
 from ..dense import dense_forward
 from . import monitor
 from .blocks import run_blocks
-from .choice import FEW_TOKENS, choose
+from .choice import FEW_TOKENS, choose, layer_key
 from .few_tokens import run_few
 from .operands import prepare
 
+_BLOCK_ROWS = (0, 16, 32, 64, 128)
 _INDEX_LIMIT = 2**31  # kernels index weights with 32 bits
 
 
@@ -21,7 +23,7 @@ def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
 
     path:        "row", "block" and "dense" are taken as they are; "auto" takes the block path (for few tokens
                  its two-launch form) unless dense is known to be faster.
-    block_rows:  tokens per block, 64 or 128 (16 or more under the interpreter); 0 means the default.
+    block_rows:  tokens per block: 16, 32, 64 or 128; 0 means the default.
     """
     if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
@@ -34,6 +36,8 @@ def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
         return dense_forward(args, record)
     if path == "dense":
         return dense_forward(args, record)
+    if block_rows not in _BLOCK_ROWS:
+        reject("block_rows", block_rows, f"one of {_BLOCK_ROWS} on a GPU (0: the default)")
     if path == "row":
         return _row(args, record)
     if path == "auto":
@@ -45,6 +49,8 @@ def _auto(args: FfnArgs, block_rows: int, record: bool) -> FfnOutput:
     sparse, reading_key = choose(args)
     if not sparse:
         return dense_forward(args, record)
+    if reading_key is None and not torch.cuda.is_current_stream_capturing():
+        monitor.note_run(layer_key(args))
     return _block(args, block_rows, record, reading_key)
 
 
@@ -56,7 +62,7 @@ def _block(args: FfnArgs, block_rows: int, record: bool, reading_key) -> FfnOutp
     else:
         y, recorded, counts, slots = run_blocks(operands, block_rows, record)
     if reading_key is not None:
-        monitor.read_later(reading_key, counts, slots)
+        monitor.note_run(reading_key, counts, slots)
     if recorded is None:
         return FfnOutput(y)
     total = torch.stack([sums.sum() for sums in recorded.sums]).sum()

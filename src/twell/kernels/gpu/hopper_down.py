@@ -105,7 +105,7 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["blocks"])
 def down_blocks_hopper(
     hidden_desc,
     w,
@@ -121,7 +121,7 @@ def down_blocks_hopper(
     W_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `down_blocks` with PACKED; E a multiple of 16; lists readable DEPTH entries past their end.
+    """As `down_blocks` with PACKED; E a multiple of 64; lists readable DEPTH entries past their end.
 
     hidden_desc blocks [DEPTH, ROWS]; y_desc blocks [ROWS / 2, WIDTH] of y [M, E]; 4 warps.
     """

@@ -108,15 +108,12 @@ def _multiply(
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
 
         target = (bias, values, active)
-        if TOKENS == ROWS:
-            _emit(acc, target, tile // tiles_n, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
-        else:
-            gl.static_assert(TOKENS == 2 * ROWS)
-            left, right = gl.split(gl.permute(gl.reshape(acc, [NEURONS, 2, ROWS]), [0, 2, 1]))
-            block = (tile // tiles_n) * 2
-            _emit(left, target, block, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
-            if (block + 1) * ROWS < M:
-                _emit(right, target, block + 1, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
+        gl.static_assert(TOKENS == 2 * ROWS)
+        left, right = gl.split(gl.permute(gl.reshape(acc, [NEURONS, 2, ROWS]), [0, 2, 1]))
+        block = (tile // tiles_n) * 2
+        _emit(left, target, block, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
+        if (block + 1) * ROWS < M:
+            _emit(right, target, block + 1, first, M, H, threshold, HAS_BIAS, PLAIN, SQUARE)
 
 
 @gluon.jit
@@ -161,7 +158,7 @@ def _emit(
     gl.store(row + out_token[None, :], value, mask=kept[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def select_blocks_hopper(
     x_desc,
     w_desc,
@@ -179,7 +176,7 @@ def select_blocks_hopper(
     SQUARE: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `select_blocks`; x_desc has blocks of ROWS or 2 * ROWS tokens; 4 warps."""
+    """As `select_blocks`; x_desc has blocks of 2 * ROWS tokens; 4 warps."""
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
     w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -2,7 +2,7 @@
 
 The share is that of the union: neurons that any token of a block activates. Built-in limits were measured
 on an H200 (bf16, D 2048, H 5632, time on the device); `twell tune` measures the device at hand and stores
-its own in the cache directory, by GPU and version. GPUs that are neither Hopper nor tuned run dense.
+its own in the cache directory, by GPU, version and shape. GPUs that are neither Hopper nor tuned run dense.
 """
 
 from __future__ import annotations
@@ -16,42 +16,61 @@ from ..._version import __version__
 
 CACHE_VARIABLE = "TWELL_CACHE"
 
-# tokens -> share. Hopper: the block path is at least as fast as dense at any share from 4,096 tokens on.
-_HOPPER = {1: 0.5, 2: 0.3, 16: 0.3, 32: 0.15, 64: 0.1, 65: 0.0, 4096: 1.0}
+# tokens -> share. Hopper: from 16,384 tokens on the block path is about as fast as dense even at 100%.
+_HOPPER = {1: 0.5, 2: 0.3, 16: 0.3, 32: 0.15, 64: 0.1, 65: 0.0, 16384: 1.0}
 # Elsewhere nothing has been measured: dense, until `twell tune` has.
 _OTHER = {1: 0.0}
 
 
-def share_limit(gpu: str, hopper: bool, tokens: int) -> float:
-    """The largest share of active neurons at which the sparse path is chosen for `tokens` tokens."""
-    table = _tuned(gpu) or (_HOPPER if hopper else _OTHER)
+def share_limit(gpu: str, hopper: bool, shape: str, tokens: int) -> float:
+    """The largest share of active neurons at which the sparse path is chosen for `tokens` tokens.
+
+    shape: as `shape_name` gives it; limits tuned for another shape are not used.
+    """
+    table = _tuned(gpu).get(shape) or (_HOPPER if hopper else _OTHER)
     known = [count for count in table if count <= max(tokens, min(table))]
     return table[max(known)]
 
 
-def cache_file(gpu: str) -> Path:
-    """Where `twell tune` keeps the limits of a GPU."""
+def shape_name(hidden: int, neurons: int, gated: bool) -> str:
+    """What tuned limits are kept under."""
+    return f"{hidden}x{neurons}{'' if gated else ' plain'}"
+
+
+def cache_file(gpu: str) -> Path | None:
+    """Where `twell tune` keeps the limits of a GPU; None where there is no place for it."""
     root = os.environ.get(CACHE_VARIABLE)
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "twell"
-    return base / f"limits-{gpu.replace(' ', '-').replace('/', '-')}-{__version__}.json"
+    if not root:
+        try:
+            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        except RuntimeError:  # no home directory
+            return None
+        root = Path(home) / "twell"
+    return Path(root) / f"limits-{gpu.replace(' ', '-').replace('/', '-')}-{__version__}.json"
 
 
-def store(gpu: str, limits: dict[int, float]) -> Path:
-    """Keep tuned limits; they hold for this process at once."""
+def store(gpu: str, shape: str, limits: dict[int, float]) -> Path | None:
+    """Keep tuned limits beside those of other shapes; they hold for this process at once."""
     path = cache_file(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_suffix(".tmp")
-    written.write_text(json.dumps({str(k): v for k, v in sorted(limits.items())}, indent=1) + "\n")
-    written.replace(path)
-    _tuned.cache_clear()
+    if path is not None:
+        kept = {**_tuned(gpu), shape: limits}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = path.with_suffix(".tmp")
+        written.write_text(json.dumps(kept, indent=1) + "\n")
+        written.replace(path)
+        _tuned.cache_clear()
     return path
 
 
 @lru_cache(maxsize=16)
-def _tuned(gpu: str) -> dict[int, float] | None:
+def _tuned(gpu: str) -> dict[str, dict[int, float]]:
+    """shape -> tokens -> share; empty where there is no file, or one that cannot be read."""
+    path = cache_file(gpu)
     try:
-        stored = json.loads(cache_file(gpu).read_text())
-        table = {int(tokens): float(share) for tokens, share in stored.items()}
-    except (OSError, ValueError, AttributeError):
-        return None
-    return table or None
+        stored = json.loads(path.read_text()) if path is not None else {}
+        return {
+            shape: {int(tokens): float(share) for tokens, share in table.items()}
+            for shape, table in stored.items()
+        }
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}

@@ -22,7 +22,7 @@ _RESTLESS = 4  # times that every call brought a new tensor: casts of weights do
 
 
 class _Layer:
-    """share: last reading. calls: since the owner came. pending: (event, counts on the host, maximum)."""
+    """share: last reading. calls: since the owner came. pending: (counts on the host, their maximum)."""
 
     def __init__(self) -> None:
         self.share: float | None = None
@@ -30,7 +30,8 @@ class _Layer:
         self.calls = 0
         self.restless = 0
         self.due = False
-        self.pending: tuple[torch.cuda.Event, Tensor, int] | None = None
+        self.pending: tuple[Tensor, int] | None = None
+        self.ran = False
 
 
 _layers: OrderedDict[Hashable, _Layer] = OrderedDict()
@@ -44,23 +45,27 @@ def _layer(key: Hashable) -> _Layer:
             layer = _layers[key] = _Layer()
             if len(_layers) > _MOST_LAYERS:
                 _layers.popitem(last=False)
+        else:
+            _layers.move_to_end(key)
         return layer
 
 
-def last_share(key: Hashable) -> float | None:
-    """As `known_share`, without looking whether a newer reading has arrived."""
-    return _layer(key).share
-
-
 def known_share(key: Hashable) -> float | None:
-    """The layer's last known share of active neurons, None before the first reading."""
+    """The layer's last known share of active neurons, None before the first reading.
+
+    Looks at host memory only, so it may be asked while a CUDA graph is being captured.
+    """
     layer = _layer(key)
-    pending = layer.pending
-    if pending is not None and pending[0].query():
-        _, counts, slots = pending
-        layer.share = float(counts.sum()) / slots
-        layer.pending = None
+    if layer.pending is not None:
+        counts, slots = layer.pending
+        if bool((counts >= 0).all()):
+            layer.share, layer.pending = float(counts.sum()) / slots, None
     return layer.share
+
+
+def has_run(key: Hashable) -> bool:
+    """Whether the layer has run sparse before: only then are its kernels loaded, as a capture needs them."""
+    return _layer(key).ran
 
 
 def wants_reading(key: Hashable, weight: Tensor) -> bool:
@@ -69,6 +74,7 @@ def wants_reading(key: Hashable, weight: Tensor) -> bool:
     if (layer.owner is None or layer.owner() is not weight) and layer.restless < _RESTLESS:
         layer.restless += layer.calls == 1
         layer.owner, layer.calls, layer.share = weakref.ref(weight), 0, None
+        layer.pending = None
     layer.calls += 1
     calls = layer.calls
     if calls % _LOOK_AGAIN == 0 or (calls < _LOOK_AGAIN and calls & (calls - 1) == 0):
@@ -85,13 +91,15 @@ def takes_reading(key: Hashable, weight: Tensor) -> bool:
     return due
 
 
-def read_later(key: Hashable, counts: Tensor, slots: int) -> None:
-    """Copy `counts` (active neurons per block or tile) to the host; `slots` of them would be all active."""
-    host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-    host.copy_(counts, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
-    _layer(key).pending = (event, host, slots)
+def note_run(key: Hashable, counts: Tensor | None = None, slots: int = 1) -> None:
+    """The layer runs sparse now. counts: active neurons per block or tile, to be read; slots: if all were."""
+    layer = _layer(key)
+    layer.ran = True
+    if counts is not None:
+        # Counts are never negative: the reading has arrived when no -1 is left.
+        host = torch.full(counts.shape, -1, dtype=counts.dtype, pin_memory=counts.is_cuda)
+        host.copy_(counts, non_blocking=True)
+        layer.pending = (host, slots)
 
 
 def forget() -> None:

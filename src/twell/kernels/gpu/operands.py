@@ -81,6 +81,10 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     tensor = tensor.contiguous()
+    if tensor.dim() == 2 and tensor.stride() != (tensor.shape[1], 1):
+        tensor = tensor.as_strided(
+            tensor.shape, (tensor.shape[1], 1)
+        )  # a dimension of size 1 may keep any stride
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 

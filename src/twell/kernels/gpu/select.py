@@ -18,7 +18,8 @@ import triton.language as tl
 from .jit import activate, activate_stored, nan_max, rounded
 
 
-@triton.jit
+# One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
+@triton.jit(do_not_specialize=["M"])
 def select_blocks(
     x_desc,
     w_desc,

@@ -6,30 +6,31 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def count_firing(values, active, firing, H, blocks, per_program, NEURONS: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["M"])
+def count_firing(values, active, firing, M, H, per_program, NEURONS: tl.constexpr, ROWS: tl.constexpr):
     """firing[n] += tokens whose value is not 0; integers, so the order of additions does not matter."""
     neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
     token = tl.arange(0, ROWS)
     first = tl.program_id(1) * per_program
     count = tl.zeros([NEURONS], tl.int32)
-    for block in range(first, tl.minimum(first + per_program, blocks)):
+    for block in range(first, tl.minimum(first + per_program, tl.cdiv(M, ROWS))):
         live = tl.load(active + block * H + neuron, mask=neuron < H, other=0) > 0
         cell = values + (tl.cast(block, tl.int64) * H + neuron)[:, None] * ROWS + token[None, :]
-        value = tl.load(cell, mask=live[:, None], other=0.0)
+        known = (block * ROWS + token < M)[None, :]  # an infinite weight makes NaN of the zeros past M
+        value = tl.load(cell, mask=live[:, None] & known, other=0.0)
         count += tl.sum((value != 0.0).to(tl.int32), 1)
     tl.atomic_add(firing + neuron, count.to(tl.int64), mask=neuron < H)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def sum_magnitudes(
     hidden,
     active,
     counts,
     sums,
+    M,
     H,
     padded,
-    blocks,
     per_program,
     PACKED: tl.constexpr,
     NEURONS: tl.constexpr,
@@ -43,7 +44,7 @@ def sum_magnitudes(
     token = tl.arange(0, ROWS)
     first = tl.program_id(1) * per_program
     total = tl.zeros([NEURONS], tl.float32)
-    for block in range(first, tl.minimum(first + per_program, blocks)):
+    for block in range(first, tl.minimum(first + per_program, tl.cdiv(M, ROWS))):
         if PACKED:
             live = row < tl.load(counts + block)
             start = tl.cast(block, tl.int64) * padded

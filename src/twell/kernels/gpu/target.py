@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +24,6 @@ class Target:
 
 
 _INTERPRETER = Target(name="interpreter", capability=(0, 0), processors=3, shared_memory=48 << 10)
-
-
-def interpreting() -> bool:
-    """Whether kernels run on CPU tensors through Triton's interpreter (TRITON_INTERPRET=1)."""
-    return bool(triton.knobs.runtime.interpret)
 
 
 def target_of(device: torch.device) -> Target:
