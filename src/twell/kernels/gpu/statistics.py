@@ -51,8 +51,8 @@ def sum_magnitudes(
         else:
             live = tl.load(active + block * H + row, mask=row < H, other=0) > 0
             start = tl.cast(block, tl.int64) * H
-        value = tl.load(
-            hidden + (start + row)[:, None] * ROWS + token[None, :], mask=live[:, None], other=0.0
-        )
+        known = (block * ROWS + token < M)[None, :]
+        cell = hidden + (start + row)[:, None] * ROWS + token[None, :]
+        value = tl.load(cell, mask=live[:, None] & known, other=0.0)
         total += tl.sum(tl.abs(value.to(tl.float32)), 1)
     tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))
