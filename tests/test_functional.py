@@ -216,6 +216,16 @@ class TestRegisteredOp:
         assert type(fake) is not torch.Tensor
         assert fake.shape == expected.shape
 
+    @pytest.mark.parametrize("tokens", [1, 300, 20000])
+    def test_fake_tensors_of_a_gpu_that_is_not_there(self, tokens):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        with torch.no_grad(), FakeTensorMode():
+            options = {"device": "cuda", "dtype": torch.bfloat16}
+            up, gate, rows = (torch.empty(5632, 2048, **options) for _ in range(3))
+            y = ffn(torch.empty(tokens, 2048, **options), up, rows.mT, gate)
+        assert (y.shape, y.device.type) == ((tokens, 2048), "cuda")
+
     @pytest.mark.parametrize("path", ["auto", "row", "block", "dense"])
     @pytest.mark.parametrize("record", [False, True])
     @pytest.mark.parametrize("trained", [False, True])

@@ -126,9 +126,10 @@ def _dispatch(
         training,
     )
     args = FfnArgs(_flat(x), *tensors[1:], activation)
-    if (path == "dense" and backend == "dense") or _skipped(path, backend, args):
+    observed = _observed(tensors)
+    if (path == "dense" and backend == "dense") or (not observed and _skipped(path, backend, args)):
         output = dense_forward(args, record)
-    elif training or _observed(tensors):
+    elif training or observed:
         y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
     else:  # nobody looks: the dispatcher's 0.1 ms matter for few tokens
@@ -151,7 +152,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _skipped(path: str, backend: str, args: FfnArgs) -> bool:
     """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
-    if path != "auto" or torch.compiler.is_compiling():
+    if path != "auto":
         return False
     skip = get_backend(backend).skip
     return skip is not None and skip(args)
