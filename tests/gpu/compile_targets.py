@@ -142,45 +142,32 @@ def hopper():
 
     from twell.kernels.gpu import hopper_down, hopper_select, hopper_up
 
-    layout = gl.NVMMASharedLayout(128, 16, 2)
+    def layout(*shape):
+        return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
 
     def descriptor(*shape):
-        return f"tensordesc<bf16{list(shape)},{layout!r}>"
+        return f"tensordesc<bf16{list(shape)},{layout(*shape)!r}>"
 
-    flags = {"HAS_BIAS": False}
-    yield (
-        "select_blocks_hopper",
-        compiled(
-            hopper_select.select_blocks_hopper,
-            {"ROWS": 128, "PLAIN": True, "SQUARE": False, "STAGES": 4, **flags},
-            {"x_desc": descriptor(256, 64), "w_desc": descriptor(128, 64)},
-            90,
-            gluon=True,
-            num_warps=4,
-        ),
-    )
-    yield (
-        "up_blocks_hopper",
-        compiled(
-            hopper_up.up_blocks_hopper,
-            {"CHUNK": 256, "W_LAYOUT": layout, "STAGES": 4, **flags},
-            {"x_desc": descriptor(128, 64)},
-            90,
-            gluon=True,
-            num_warps=4,
-        ),
-    )
-    yield (
-        "down_blocks_hopper",
-        compiled(
-            hopper_down.down_blocks_hopper,
-            {"W_LAYOUT": layout, "STAGES": 3, **flags},
-            {"hidden_desc": descriptor(64, 128), "y_desc": descriptor(64, 256)},
-            90,
-            gluon=True,
-            num_warps=4,
-        ),
-    )
+    options = {"gluon": True, "num_warps": 4}
+    for rows, bias in ((128, False), (128, True), (64, False)):
+        name = f"rows={rows} bias={bias}"
+        constants = {"ROWS": rows, "HAS_BIAS": bias, "PLAIN": not bias, "SQUARE": bias, "STAGES": 4}
+        sources = {"x_desc": descriptor(2 * rows, 64), "w_desc": descriptor(16384 // rows, 64)}
+        kernel = compiled(hopper_select.select_blocks_hopper, constants, sources, 90, **options)
+        yield f"select_blocks_hopper {name}", kernel
+        constants = {"CHUNK": 256, "W_LAYOUT": layout(256, 64), "HAS_BIAS": bias, "STAGES": 4}
+        sources = {"x_desc": descriptor(rows, 64)}
+        yield (
+            f"up_blocks_hopper {name}",
+            compiled(hopper_up.up_blocks_hopper, constants, sources, 90, **options),
+        )
+    for bias in (False, True):
+        constants = {"W_LAYOUT": layout(64, 256), "HAS_BIAS": bias, "STAGES": 3}
+        sources = {"hidden_desc": descriptor(64, 128), "y_desc": descriptor(64, 256)}
+        yield (
+            f"down_blocks_hopper bias={bias}",
+            compiled(hopper_down.down_blocks_hopper, constants, sources, 90, **options),
+        )
 
 
 def main(target: str) -> None:
