@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz test-gpu lint format bench tables clean
+.PHONY: help setup demo test fuzz test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -44,6 +44,9 @@ format: $(READY)  ## fix style
 bench: $(READY)  ## measure the CPU figures again and append them to benchmarks/results
 	$(BIN)/python benchmarks/ffn_cpu.py
 	$(BIN)/python benchmarks/format_memory.py
+
+bench-gpu:  ## measure the GPU figures again with the interpreter that has CUDA torch (PYTHON=...)
+	PYTHONPATH=src $(PYTHON) benchmarks/ffn_inference.py
 
 tables: $(READY)  ## regenerate every table and figure of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py

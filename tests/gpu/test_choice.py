@@ -132,6 +132,22 @@ def test_what_was_not_measured_runs_dense(device):
     assert choice.skips_eager_call(call(1))
 
 
+def test_a_small_block_of_many_tokens_was_not_measured(device):
+    """16,384 tokens of a block with a hundredth of the work: dense, inside a graph as well."""
+
+    class Small(Weight):
+        shape = torch.Size((512, 256))
+
+        def numel(self):
+            return 512 * 256
+
+    args = call(PREFILL, gate=Small())
+    know(args, 0.01)
+    assert choice.skips_eager_call(args)
+    device.capturing = True
+    assert choice.choose(args) == (False, None)
+
+
 def test_tuned_limits_of_few_tokens_hold_inside_graphs(device):
     device.target = AMPERE
     limits.store(AMPERE.name, limits.shape_name(D, H, True), {1: 0.5})

@@ -85,7 +85,9 @@ def _limit(args: FfnArgs) -> float:
         return 0.0
     target = target_of(args.x.device)
     gated = args.gate is not None
-    # The Hopper kernels take whole steps of 64 features; the portable ones have not been measured there.
-    hopper = target.hopper and hidden % 64 == 0
-    limit = share_limit(target.name, hopper, shape_name(hidden, neurons, gated), args.x.shape[0])
+    tokens = args.x.shape[0]
+    # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
+    # features, with few tokens or with much work. Anything else has to be tuned.
+    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or _pays_eagerly(args))
+    limit = share_limit(target.name, measured, shape_name(hidden, neurons, gated), tokens)
     return limit if gated else min(limit, _PLAIN_LIMIT)

@@ -17,7 +17,8 @@ from .numbers import cdiv
 if TYPE_CHECKING:
     from .block_stages import BlockStages
 
-_NEURONS, _DEPTH = 256, 64
+_DEPTH = 64
+_SELECT_TILE = 256 * 128  # neurons x tokens
 _SELECT_STAGES, _UP_STAGES = 4, 4
 _DOWN_STAGES = 3  # what fits beside its output tile
 _DOWN_WIDTH = 256
@@ -34,7 +35,8 @@ def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
 
 def launch_select(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
-    tokens, neurons = 2 * tiles.rows, 256 * 128 // (2 * tiles.rows)
+    tokens = 2 * tiles.rows
+    neurons = _SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
     select_blocks_hopper[(min(stages.target.processors, work),)](
         _describe(x, [tokens, _DEPTH]),
@@ -58,7 +60,7 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
 
 def launch_up(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
-    most = cdiv(x.shape[0], tiles.rows) * cdiv(operands.neurons, _NEURONS)
+    most = stages.blocks(x.shape[0]) * stages.chunks
     up_blocks_hopper[(min(stages.target.processors, most),)](
         _describe(x, [tiles.rows, _DEPTH]),
         operands.up,
@@ -71,10 +73,10 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
         workspace.counter,
         operands.neurons,
         operands.features,
-        cdiv(operands.neurons, _NEURONS),
+        stages.chunks,
         HAS_BIAS=operands.up_bias is not None,
-        CHUNK=_NEURONS,
-        W_LAYOUT=_layout([_NEURONS, _DEPTH], x.dtype),
+        CHUNK=stages.chunk,
+        W_LAYOUT=_layout([stages.chunk, _DEPTH], x.dtype),
         STAGES=_UP_STAGES,
         num_warps=4,
     )
@@ -82,7 +84,7 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
 
 def launch_down(stages: BlockStages, y: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
-    blocks = cdiv(y.shape[0], tiles.rows)
+    blocks = stages.blocks(y.shape[0])
     down_blocks_hopper[(min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)](
         _describe(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
@@ -93,7 +95,7 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
         blocks,
         operands.neurons,
         operands.outputs,
-        cdiv(operands.neurons, _NEURONS) * _NEURONS,
+        stages.chunks * stages.chunk,
         HAS_BIAS=operands.down_bias is not None,
         W_LAYOUT=_layout([_DEPTH, _DOWN_WIDTH], y.dtype),
         STAGES=_DOWN_STAGES,

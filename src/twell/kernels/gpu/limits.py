@@ -22,12 +22,13 @@ _HOPPER = {1: 0.5, 2: 0.3, 16: 0.3, 32: 0.15, 64: 0.1, 65: 0.0, 16384: 1.0}
 _OTHER = {1: 0.0}
 
 
-def share_limit(gpu: str, hopper: bool, shape: str, tokens: int) -> float:
+def share_limit(gpu: str, measured: bool, shape: str, tokens: int) -> float:
     """The largest share of active neurons at which the sparse path is chosen for `tokens` tokens.
 
+    measured: whether the built-in limits of Hopper apply where nothing was tuned; else dense.
     shape: as `shape_name` gives it; limits tuned for another shape are not used.
     """
-    table = _tuned(gpu).get(shape) or (_HOPPER if hopper else _OTHER)
+    table = _tuned(gpu).get(shape) or (_HOPPER if measured else _OTHER)
     known = [count for count in table if count <= max(tokens, min(table))]
     return table[max(known)]
 

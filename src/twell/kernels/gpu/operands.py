@@ -82,9 +82,8 @@ def _readable(tensor: Tensor | None) -> Tensor | None:
         return None
     tensor = tensor.contiguous()
     if tensor.dim() == 2 and tensor.stride() != (tensor.shape[1], 1):
-        tensor = tensor.as_strided(
-            tensor.shape, (tensor.shape[1], 1)
-        )  # a dimension of size 1 may keep any stride
+        # "Contiguous" lets a dimension of size 1 keep any stride; descriptors do not.
+        tensor = tensor.as_strided(tensor.shape, (tensor.shape[1], 1))
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from .numbers import cdiv
 from .operands import element_bytes
 from .target import Target
 
@@ -73,16 +74,20 @@ def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, r
         depth = dict.fromkeys(("select_depth", "up_depth", "down_depth"), 16)
         warps = dict.fromkeys(("select_warps", "up_warps", "down_warps"), 8)
         tiles = replace(tiles, **narrow, **depth, **warps)
-    blocks = -(-tokens // rows)
-    while tiles.select_neurons > 64 and blocks * -(-neurons // tiles.select_neurons) < 2 * target.processors:
+    blocks = cdiv(tokens, rows)
+    while tiles.select_neurons > 64 and blocks * cdiv(neurons, tiles.select_neurons) < 2 * target.processors:
         half = tiles.select_neurons // 2
         tiles = replace(tiles, select_neurons=half, select_warps=max(4, tiles.select_warps // 2))
     if blocks < 16:
         tiles = replace(tiles, up_chunk=64, down_width=64)
-    stage = (tiles.select_neurons + rows) * tiles.select_depth * size
-    stages = max(2, min(tiles.select_stages, (target.shared_memory - 4096) // stage))
-    stage = (tiles.up_chunk + rows) * tiles.up_depth * size
-    up_stages = max(2, min(tiles.up_stages, (target.shared_memory - 4096) // stage))
-    stage = (tiles.down_width + rows) * tiles.down_depth * size
-    down_stages = max(2, min(tiles.down_stages, (target.shared_memory - 4096) // stage))
-    return replace(tiles, select_stages=stages, up_stages=up_stages, down_stages=down_stages)
+
+    def stages(wanted: int, width: int, depth: int) -> int:
+        """At most `wanted`, at least 2: a stage holds a tile of weights and one of tokens."""
+        return max(2, min(wanted, (target.shared_memory - 4096) // ((width + rows) * depth * size)))
+
+    return replace(
+        tiles,
+        select_stages=stages(tiles.select_stages, tiles.select_neurons, tiles.select_depth),
+        up_stages=stages(tiles.up_stages, tiles.up_chunk, tiles.up_depth),
+        down_stages=stages(tiles.down_stages, tiles.down_width, tiles.down_depth),
+    )
