@@ -140,7 +140,8 @@ def rows_kernels(target, capability):
 def hopper():
     from triton.experimental.gluon import language as gl
 
-    from twell.kernels.gpu import hopper_down, hopper_select, hopper_up
+    from twell.kernels.gpu import hopper_down, hopper_few_down, hopper_few_select, hopper_select, hopper_up
+    from twell.kernels.gpu.hopper_few import hopper_few_tiles
 
     def layout(*shape):
         return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
@@ -168,6 +169,20 @@ def hopper():
             f"down_blocks_hopper bias={bias}",
             compiled(hopper_down.down_blocks_hopper, constants, sources, 90, **options),
         )
+    for tokens, bias in ((1, False), (32, True), (64, False)):
+        few_ = hopper_few_tiles(232_448, tokens, 2048)
+        constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "GATED": True, "SQUARE": bias}
+        constants |= {"X_TILES": few_.x_tiles, "GATHERED": few_.gathered, "STAGES": few_.stages}
+        sources = {name: descriptor(64, 128) for name in ("select_desc", "up_desc")}
+        sources["x_desc"] = descriptor(few_.rows, 128)
+        kernel = compiled(hopper_few_select.few_select_up_hopper, constants, sources, 90, **options)
+        yield f"few_select_up_hopper tokens={tokens} bias={bias}", kernel
+        constants = {"HAS_BIAS": bias, "ROWS": few_.rows, "PART": few_.part, "WIDTH": few_.width}
+        constants |= {"TILES": few_.side}
+        kernel = compiled(
+            hopper_few_down.few_down_hopper, constants, {}, 90, gluon=True, num_warps=few_.down_warps
+        )
+        yield f"few_down_hopper tokens={tokens} bias={bias}", kernel
 
 
 def main(target: str) -> None:

@@ -103,6 +103,44 @@ def test_variants(rows, dtype, gated, activation):
             assert_exact(y, x, up, down, gate, activation, **biases)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "neurons"),
+    [(896, 1000), (2048, 5632), (2560, 9216), (4096, 14336)],
+    ids=["odd", "one tile each", "several tiles each", "x does not stay"],
+)
+def test_few_tokens(hidden, neurons):
+    """Counts at and beside the borders of what the decode kernels take together; from none to all active."""
+    up, down, gate = weights(hidden, neurons)
+    for nnz in (0, 24, neurons // 16, neurons // 6, neurons):
+        fire(gate, nnz)
+        for count in (1, 3, 8, 15, 16, 17, 31, 32, 33, 63, 64):
+            x = tokens_of(count, hidden)
+            y = ffn(x, up, down, gate, plan=Plan(path="block"))
+            assert_exact(y, x, up, down, gate)
+            assert torch.equal(ffn(x, up, down, gate, plan=Plan(path="block")), y)
+
+
+@pytest.mark.parametrize("count", [2, 20, 50, 300])
+def test_nan_and_inf_reach_the_tokens_that_meet_them(count):
+    up, down, gate = weights(512, 2048)
+    fire(gate, 30)
+    x = tokens_of(count, 512)
+    clean = ffn(x, up, down, gate, plan=Plan(path="block"))
+    x[1, 5] = float("nan")  # every gate of token 1 is NaN, and NaN is active
+    y = ffn(x, up, down, gate, plan=Plan(path="block"))
+    others = torch.arange(count, device="cuda") != 1
+    assert torch.isnan(y[1]).all()
+    assert torch.isfinite(y[others]).all()
+    assert reference.relative_error(y[others], clean[others]) < 1e-2
+    x[1, 5] = 0.0
+    neuron = int((x @ gate.mT)[1].argmax())  # active for token 1
+    up[neuron] = float("inf")
+    y = ffn(x, up, down, gate, plan=Plan(path="block"))
+    active = (x @ gate.mT)[:, neuron] > 0
+    assert not torch.isfinite(y[active]).any()
+    assert torch.isfinite(y[~active]).all()
+
+
 def test_odd_widths():
     for hidden, neurons in ((8, 8), (72, 200), (328, 1000), (200, 4104)):
         up, down, gate = weights(hidden, neurons)
@@ -306,15 +344,18 @@ def test_slabs(monkeypatch):
 def test_token_counts_do_not_compile_anew():
     """A capture must never meet a kernel that was not loaded: one per kind of call, whatever the tokens."""
     from twell.kernels.gpu.few import few_down, few_select_up
+    from twell.kernels.gpu.hopper_few import few_down_hopper, few_select_up_hopper
 
+    kernels = (few_select_up, few_down, few_select_up_hopper, few_down_hopper)
     up, down, gate = weights(512, 2048)
     fire(gate, 40)
 
     def compiled():
-        return sum(len(cache[0]) for k in (few_select_up, few_down) for cache in k.device_caches.values())
+        return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     ffn(tokens_of(9, 512), up, down, gate, plan=Plan(path="block"))
     before = compiled()
+    assert before > 0
     for count in (10, 12, 15, 16):
         ffn(tokens_of(count, 512), up, down, gate, plan=Plan(path="block"))
     assert compiled() == before

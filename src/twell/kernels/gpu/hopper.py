@@ -29,7 +29,7 @@ def _layout(shape: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(shape, _ELEMENT[dtype])
 
 
-def _describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
+def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, block, _layout(block, tensor.dtype))
 
 
@@ -39,8 +39,8 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
     neurons = _SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
     select_blocks_hopper[(min(stages.target.processors, work),)](
-        _describe(x, [tokens, _DEPTH]),
-        _describe(operands.select, [neurons, _DEPTH]),
+        describe(x, [tokens, _DEPTH]),
+        describe(operands.select, [neurons, _DEPTH]),
         operands.pointer(operands.select_bias),
         workspace.values,
         workspace.active,
@@ -62,7 +62,7 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     most = stages.blocks(x.shape[0]) * stages.chunks
     up_blocks_hopper[(min(stages.target.processors, most),)](
-        _describe(x, [tiles.rows, _DEPTH]),
+        describe(x, [tiles.rows, _DEPTH]),
         operands.up,
         operands.pointer(operands.up_bias),
         workspace.values,
@@ -86,10 +86,10 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     blocks = stages.blocks(y.shape[0])
     down_blocks_hopper[(min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)](
-        _describe(workspace.hidden, [_DEPTH, tiles.rows]),
+        describe(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
         operands.pointer(operands.down_bias),
-        _describe(y, [tiles.rows // 2, _DOWN_WIDTH]),
+        describe(y, [tiles.rows // 2, _DOWN_WIDTH]),
         workspace.lists,
         workspace.counts,
         blocks,

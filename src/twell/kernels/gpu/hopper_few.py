@@ -1,0 +1,126 @@
+"""The block for few tokens (decode) on compute capability 9.0: two launches, as in `few.py`.
+
+    few_select_up_hopper    the selector and up, tile by tile of 64 neurons
+    few_down_hopper         the down projection, slice by slice of the output
+
+Gathered rows never pass through shared memory: copies that are masked off cost as much there as copies that
+are not, and most are. The slots of a tile come in groups of 8, the depth that one lane of a tensor-core
+operand reads at once:
+
+    counts  int32 [tiles]                   active neurons of each tile
+    neurons int32 [8, tiles, 8]             which, in ascending order: group, tile, slot
+    values  dtype [8, tiles, ROWS, 8]       their hidden activations; past a tile's count, anything
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .hopper import describe
+from .hopper_few_down import few_down_hopper
+from .hopper_few_select import few_select_up_hopper
+from .numbers import cdiv, power_of_two
+from .operands import Operands
+from .target import target_of
+
+_TILE = 64
+_WARPS = 4
+_DEPTH = 128  # few large steps: every stage costs 50 ns of setting up its barriers
+_STAGE_BYTES = _TILE * _DEPTH * 2
+_MOST_STAGES, _FEWEST_STAGES = 7, 3
+
+
+@dataclass(frozen=True)
+class HopperFewTiles:
+    """rows: tokens, rounded up; x_tiles, gathered, stages of the first kernel; of the second: part and width
+    (tokens and outputs per program), side (tiles per warp), warps."""
+
+    rows: int
+    x_tiles: int
+    gathered: int
+    stages: int
+    part: int
+    width: int
+    side: int
+    down_warps: int
+
+
+@lru_cache(maxsize=1024)
+def hopper_few_tiles(shared_memory: int, tokens: int, features: int) -> HopperFewTiles:
+    """H200, bf16, D 2048, H 5632, nnz 24, weights cold, CUDA graph, microseconds of both kernels (cuBLAS'
+    selector alone: 8.4):
+
+    1, 8 tokens    depth 128, 7 stages 13.0, 13.5; 5 stages 13.9, 14.4; depth 64, 12 stages 13.7, 14.1
+    32 tokens      gathering 16 17.9, gathering 8 19.1
+    64 tokens      25.4 (x does not fit: up is read whole)
+    """
+    rows = max(16, power_of_two(tokens))
+    gathered = 8 if rows == 16 else 16
+    steps = cdiv(features, _DEPTH)
+    steps = cdiv(steps * _DEPTH // 64, _WARPS) * _WARPS * 64 // _DEPTH
+    left = shared_memory - rows * steps * _DEPTH * 2 - 4 * _WARPS * rows * gathered - 1024
+    stages = min(_MOST_STAGES, left // _STAGE_BYTES)
+    if stages < _FEWEST_STAGES:
+        gathered = 0
+        steps = stages = min(_MOST_STAGES - 1, (shared_memory - 1024) // (_STAGE_BYTES + rows * _DEPTH * 2))
+    part, width, side, warps = (16, 16, 16, 8) if rows == 16 else (16, 32, 8, 16)
+    return HopperFewTiles(rows, steps, gathered, stages, part, width, side, warps)
+
+
+def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
+    """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold."""
+    target = target_of(operands.x.device)
+    tiles = hopper_few_tiles(target.shared_memory, operands.tokens, operands.features)
+    count = cdiv(operands.neurons, _TILE)
+    new = operands.x.new_empty
+    values = new(count * _TILE, tiles.rows)
+    neurons = new(count * _TILE, dtype=torch.int32)
+    counts = new(count, dtype=torch.int32)
+    y = new(operands.tokens, operands.outputs)
+    select = describe(operands.select, [_TILE, _DEPTH])
+    few_select_up_hopper[(min(target.processors, count),)](
+        describe(operands.x, [tiles.rows, _DEPTH]),
+        select,
+        select if operands.up is None else describe(operands.up, [_TILE, _DEPTH]),
+        operands.pointer(operands.up),
+        operands.pointer(operands.select_bias),
+        operands.pointer(operands.up_bias),
+        values,
+        neurons,
+        counts,
+        operands.tokens,
+        operands.neurons,
+        operands.features,
+        operands.threshold,
+        HAS_SELECT_BIAS=operands.select_bias is not None,
+        HAS_UP_BIAS=operands.up_bias is not None,
+        GATED=operands.up is not None,
+        SQUARE=operands.square,
+        X_TILES=tiles.x_tiles,
+        GATHERED=tiles.gathered,
+        STAGES=tiles.stages,
+        num_warps=_WARPS,
+    )
+    few_down_hopper[(cdiv(operands.outputs, tiles.width), cdiv(operands.tokens, tiles.part))](
+        operands.down,
+        operands.pointer(operands.down_bias),
+        values,
+        neurons,
+        counts,
+        y,
+        operands.tokens,
+        operands.outputs,
+        count,
+        HAS_BIAS=operands.down_bias is not None,
+        ROWS=tiles.rows,
+        PART=tiles.part,
+        WIDTH=tiles.width,
+        TILES=tiles.side,
+        num_warps=tiles.down_warps,
+        launch_pdl=True,  # its launch overlaps the first kernel
+    )
+    return y, counts, operands.neurons
