@@ -55,8 +55,8 @@ class Backend:
     refusal:     Site -> why it cannot run there, or None if it can.
     worthwhile:  Site -> whether an automatic plan should try it (it may still finish densely).
     forward:     (args, path, block_rows, record) -> FfnOutput; block_rows 0 means its default.
-    skip:        FfnArgs -> whether an automatic plan should leave this very call to dense PyTorch, asked
-                 before every eager call: what costs less than running the op to find out.
+    skip:        FfnArgs -> how many calls of this kind, from this one on, an automatic plan should leave to
+                 dense PyTorch. Asked before eager calls: what costs less than running the op to find out.
     backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments, built from
                  traceable ops; None means the dense backward.
     """
@@ -66,7 +66,7 @@ class Backend:
     refusal: Callable[[Site], str | None]
     forward: Forward
     worthwhile: Callable[[Site], bool] = lambda site: True
-    skip: Callable[[FfnArgs], bool] | None = None
+    skip: Callable[[FfnArgs], int] | None = None
     backward: Backward | None = None
 
     def refuses(self, site: Site, path: str) -> str | None:
@@ -160,10 +160,10 @@ def _gpu_refusal(site: Site) -> str | None:
     return None
 
 
-def _gpu_skip(args: FfnArgs) -> bool:
-    from .kernels.gpu.choice import skips_eager_call
+def _gpu_skip(args: FfnArgs) -> int:
+    from .kernels.gpu.choice import skips_eager_calls
 
-    return skips_eager_call(args)
+    return skips_eager_calls(args)
 
 
 def _gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:

@@ -62,7 +62,7 @@ def ffn(
     No host synchronisation on accelerators.
     """
     tensors = (x, up, down, gate, up_bias, down_bias, gate_bias)
-    return _run(tensors, activation, plan, record=False).y
+    return run_ffn(tensors, activation, plan, record=False).y
 
 
 def ffn_with_stats(
@@ -79,18 +79,23 @@ def ffn_with_stats(
 ) -> tuple[Tensor, FfnStats]:
     """`ffn`, and the call's L1, L0 and firing counts, gathered in the same pass."""
     tensors = (x, up, down, gate, up_bias, down_bias, gate_bias)
-    output = _run(tensors, activation, plan, record=True)
+    return stats_of(run_ffn(tensors, activation, plan, record=True), x)
+
+
+def stats_of(output: FfnOutput, x: Tensor) -> tuple[Tensor, FfnStats]:
+    """y and statistics of a recorded call on x."""
     tokens = max(x.numel() // max(x.shape[-1], 1), 1)
     l0 = output.firing.sum().to(output.l1.dtype) / tokens
     return output.y, FfnStats(l1=output.l1, l0=l0, firing=output.firing)
 
 
-def _run(
+def run_ffn(
     tensors: tuple[Tensor | None, ...],
     activation: str | Activation,
     plan: Plan | None,
     record: bool,
 ) -> FfnOutput:
+    """`ffn` on (x, up, down, gate, up_bias, down_bias, gate_bias), with all that is known of the call."""
     act = Activation.parse(activation)
     if plan is not None and not isinstance(plan, Plan):
         reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
@@ -127,8 +132,9 @@ def _dispatch(
     )
     args = FfnArgs(_flat(x), *tensors[1:], activation)
     observed = _observed(tensors)
-    if (path == "dense" and backend == "dense") or (not observed and _skipped(path, backend, args)):
-        output = dense_forward(args, record)
+    skipped = 0 if observed else _skipped_calls(path, backend, args)
+    if skipped or (path == "dense" and backend == "dense"):
+        output = dense_forward(args, record)._replace(dense_ahead=max(skipped - 1, 0))
     elif training or observed:
         y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
@@ -150,12 +156,12 @@ def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _skipped(path: str, backend: str, args: FfnArgs) -> bool:
-    """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
+def _skipped_calls(path: str, backend: str, args: FfnArgs) -> int:
+    """How many eager calls, from this one on, the backend leaves to dense PyTorch, outside the op."""
     if path != "auto":
-        return False
+        return 0
     skip = get_backend(backend).skip
-    return skip is not None and skip(args)
+    return 0 if skip is None else skip(args)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -63,13 +63,13 @@ def know(args, share):
 
 
 def test_much_work_runs_sparse_whatever_the_layer():
-    assert not choice.skips_eager_call(call(PREFILL))
+    assert not choice.skips_eager_calls(call(PREFILL))
     assert choice.choose(call(PREFILL)) == (True, None)
 
 
 @pytest.mark.parametrize("tokens", [65, 1000, BETWEEN, PREFILL - 1])
 def test_less_work_is_left_to_dense_without_the_op(tokens):
-    assert choice.skips_eager_call(call(tokens))
+    assert choice.skips_eager_calls(call(tokens))
     assert choice.choose(call(tokens)) == (False, None)
 
 
@@ -78,7 +78,7 @@ def test_few_tokens_eager_take_readings_and_else_run_dense():
     key = choice.layer_key(args)
     seen = []
     for _ in range(4):
-        skipped = choice.skips_eager_call(args)
+        skipped = choice.skips_eager_calls(args)
         seen.append("dense" if skipped else choice.choose(args))
     assert seen == [(True, key), (True, key), "dense", (True, key)]
 
@@ -96,7 +96,7 @@ def test_a_capture_goes_by_what_is_known(device, share, sparse):
     if share is not None:
         know(args, share)
     device.capturing = True
-    assert not choice.skips_eager_call(args)
+    assert not choice.skips_eager_calls(args)
     assert choice.choose(args) == (sparse, None)
 
 
@@ -116,7 +116,7 @@ def test_token_counts_of_one_power_of_two_share_a_layer(device):
 
 def test_stock_down_runs_dense_for_few_tokens_and_says_so(caplog, monkeypatch):
     monkeypatch.setattr("twell._log._logged", set())
-    assert choice.skips_eager_call(call(1, neuron_major=False))
+    assert choice.skips_eager_calls(call(1, neuron_major=False))
     assert "not neuron-major" in caplog.text
     assert choice.choose(call(1, neuron_major=False)) == (False, None)
     assert choice.choose(call(PREFILL, neuron_major=False)) == (True, None)
@@ -129,7 +129,7 @@ def test_what_was_not_measured_runs_dense(device):
         for tokens in (1, 100, 10**5):
             assert choice.choose(call(tokens)) == (False, None)
     device.capturing = False
-    assert choice.skips_eager_call(call(1))
+    assert choice.skips_eager_calls(call(1))
 
 
 def test_a_small_block_of_many_tokens_was_not_measured(device):
@@ -143,7 +143,7 @@ def test_a_small_block_of_many_tokens_was_not_measured(device):
 
     args = call(PREFILL, gate=Small())
     know(args, 0.01)
-    assert choice.skips_eager_call(args)
+    assert choice.skips_eager_calls(args)
     device.capturing = True
     assert choice.choose(args) == (False, None)
 

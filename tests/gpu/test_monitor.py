@@ -92,3 +92,17 @@ def test_layers_are_bounded(monkeypatch):
     for key in range(5):
         monitor.known_share(key)
     assert list(monitor._layers) == [2, 3, 4]
+
+
+def test_calls_up_to_the_next_reading_are_granted_at_once():
+    weight = torch.zeros(1)
+    read = []
+    call = 0
+    while call < 200:
+        call += 1
+        if monitor.wants_reading("layer", weight):
+            monitor.takes_reading("layer", weight)
+            read.append(call)
+        else:
+            call += monitor.grant("layer")
+    assert read == [1, 2, 4, 8, 16, 32, 64, 128, 192]

@@ -21,23 +21,27 @@ FEW_TOKENS = 64
 # operations). Inside a CUDA graph launches are free.
 EAGER_OPERATIONS = 1e12
 
+# Calls that nobody counts; then limits are looked up again, which tuning may have changed.
+_UNREAD = 64
+
 # A block that is not gated has a slower down kernel: not measured with everything active.
 _PLAIN_LIMIT = 0.5
 
 
-def skips_eager_call(args: FfnArgs) -> bool:
-    """Whether an eager call is better left to dense PyTorch; cheap enough to ask before every call.
+def skips_eager_calls(args: FfnArgs) -> int:
+    """How many eager calls of this kind, this one included, are better left to dense PyTorch; often 0 or 1.
 
     Readings are the exception: now and then a call of a kind that a CUDA graph may want runs sparse.
     """
     if torch.cuda.is_current_stream_capturing():
-        return False
+        return 0
     limit = _limit(args)
     if limit <= 0:
-        return True
+        return _UNREAD
     if _pays_eagerly(args):
-        return False
-    return not monitor.wants_reading(layer_key(args), args.selector)
+        return 0
+    key = layer_key(args)
+    return 0 if monitor.wants_reading(key, args.selector) else 1 + monitor.grant(key)
 
 
 def choose(args: FfnArgs) -> tuple[bool, Hashable | None]:
@@ -77,17 +81,18 @@ def _limit(args: FfnArgs) -> float:
     neurons, hidden = args.selector.shape
     if args.x.dtype == torch.float32:
         return 0.0
-    if not _pays_eagerly(args) and not is_neuron_major(args.down):
+    tokens = args.x.shape[0]
+    gated = args.gate is not None
+    pays = _pays_eagerly(args)
+    if not pays and not is_neuron_major(args.down):
         log_once(
             "running dense for few tokens: `down` is not neuron-major (down.mT contiguous), and transposing "
             "it would cost more than the sparsity saves"
         )
         return 0.0
     target = target_of(args.x.device)
-    gated = args.gate is not None
-    tokens = args.x.shape[0]
     # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
     # features, with few tokens or with much work. Anything else has to be tuned.
-    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or _pays_eagerly(args))
+    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or pays)
     limit = share_limit(target.name, measured, shape_name(hidden, neurons, gated), tokens)
     return limit if gated else min(limit, _PLAIN_LIMIT)

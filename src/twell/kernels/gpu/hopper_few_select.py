@@ -198,10 +198,10 @@ def _gather_up(
     gate = gl.load(cell, mask=inside, other=0.0).to(gl.float32)
     # TMA's swizzle, said in a way that lets every warp load its own step of depth.
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    x_all = reinterpret(x_ring, x_ring.dtype, [PIECES * WARPS, ROWS, DEPTH], SWIZZLED)
+    x_all = reinterpret(x_ring, x_ring.dtype, [PIECES, WARPS, ROWS, DEPTH], SWIZZLED)
     acc = gl.zeros([WARPS, ROWS, GATHERED], gl.float32, MMA)
     for piece in gl.static_range(PIECES):
-        acc = mma_v2(x_all.slice(piece * WARPS, WARPS).load(X), pieces[piece], acc)
+        acc = mma_v2(x_all.index(piece).load(X), pieces[piece], acc)
     factor = sum_over_warps(acc)
     if HAS_BIAS:
         which = gl.load(neurons + _cell(entry, tile, tiles, 1), mask=entry < count, other=0)

@@ -83,6 +83,17 @@ def wants_reading(key: Hashable, weight: Tensor) -> bool:
     return layer.due
 
 
+def grant(key: Hashable) -> int:
+    """Count all calls up to the next reading at once; how many they are."""
+    layer = _layer(key)
+    calls = layer.calls
+    following = (
+        1 << calls.bit_length() if calls < _LOOK_AGAIN // 2 else (calls // _LOOK_AGAIN + 1) * _LOOK_AGAIN
+    )
+    layer.calls = following - 1
+    return layer.calls - calls
+
+
 def takes_reading(key: Hashable, weight: Tensor) -> bool:
     """Whether a reading is due, counting the call if nobody asked before; the caller takes it."""
     layer = _layer(key)
