@@ -4,6 +4,8 @@ bf16, skewed synthetic gates (30% dead neurons, log-normal firing rates), D 2048
 
     prefill   many tokens, eager calls, dense and ours interleaved
     decode    few tokens, CUDA graphs over enough layers that weights are cold in L2
+    graphs    what lies between, in CUDA graphs
+    modules   few tokens, eager: SparseMLP against the same block of nn.Linear modules
     kernels   each kernel of the block path alone: TFLOP/s against the device's own matmul in the same run
     traces    recorded activations of real text (--traces DIRECTORY): up and down on those active sets
 
@@ -23,7 +25,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from twell import Plan, ffn, reference
+from twell import Plan, SparseMLP, ffn, reference
 from twell.activations import Activation
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.block_stages import BlockStages
@@ -36,9 +38,10 @@ RESULTS = Path(__file__).parent / "results" / "ffn_inference.jsonl"
 HIDDEN, NEURONS = 2048, 5632
 ALL = NEURONS
 NNZ = (0, 12, 24, 39, 64, 128, 512, ALL)
-PREFILL, DECODE = (1024, 4096, 16384, 65536, 131072), (1, 8, 32, 64)
+PREFILL, DECODE = (1024, 4096, 8192, 16384, 65536, 131072), (1, 8, 32, 64)
+GRAPHS = (256, 1024, 2048, 4096)
 SHAPES = ((1024, 4096), (4096, 11008), (5120, 14336))
-LAYERS = 8  # of the decode graphs: 550 MB of weights, ten times the L2 cache
+LAYERS = 16  # of the decode graphs: 1.1 GB of weights, twenty times the L2 cache
 CHECKED = 256  # tokens compared with float32
 console = Console(width=150)
 
@@ -113,7 +116,7 @@ def prefill(bench: Bench) -> None:
         weights = layer(HIDDEN, NEURONS, nnz)
         for count in PREFILL:
             plans: dict[str, Plan | None] = {"auto": None, "block": Plan(path="block")}
-            if bench.row and nnz <= 64 and count <= 65536:
+            if bench.row and 0 < nnz <= 64 and count in (16384, 65536):
                 plans["row"] = Plan(path="row")
             extra = {COMPILED: compiled} if (nnz, count) == (24, 65536) else {}
             measure(bench, "prefill", stream[:count], weights, nnz, plans, extra)
@@ -161,28 +164,89 @@ def measure(
 
 def decode(bench: Bench) -> None:
     for nnz in NNZ:
-        stack = shuffled(layer(HIDDEN, NEURONS, nnz), LAYERS)
-        stock = [(up, down.contiguous(), gate) for up, down, gate in stack]
-        for count in DECODE:
-            x = tokens(count, HIDDEN)
-            runs = {BASELINE: [lambda x=x, w=w: stock_dense(x, *w) for w in stock]}
-            for name, plan in {"auto": None, "few": Plan(path="block")}.items():
-                runs[name] = [lambda x=x, w=w, p=plan: ffn(x, *w, plan=p) for w in stack]
-            graphs = {name: graphed(calls) for name, calls in runs.items()}
-            replays = {name: replay for name, (replay, _) in graphs.items()}
-            timings = compare(replays, device="cuda", warmup=2, repetitions=bench.small, calls_per_sample=1)
-            per_layer = {n: Timing(tuple(s / LAYERS for s in t.samples)) for n, t in timings.items()}
-            for name in ("auto", "few"):
-                record = bench.add(
-                    f"decode/{name}",
-                    per_layer[name],
-                    baseline=f"{BASELINE}, CUDA graph",
-                    baseline_timing=per_layer[BASELINE],
-                    shape=shape_of(count, HIDDEN, NEURONS) | {"layers": LAYERS},
-                    sparsity={"nnz": measured_nnz(x, stack[-1]), "wanted_nnz": float(nnz)},
-                    error=error(graphs[name][1], x, stack[-1]),
-                )
-                show(record)
+        measure_graphs(bench, "decode", HIDDEN, NEURONS, nnz, DECODE, LAYERS)
+    for hidden, neurons in SHAPES:
+        for share in (0.005, 0.02, 1.0):
+            measure_graphs(bench, "decode", hidden, neurons, share * neurons, DECODE, LAYERS // 4)
+
+
+def graphs(bench: Bench) -> None:
+    for nnz in (24, 64, 512, ALL):
+        measure_graphs(bench, "graphs", HIDDEN, NEURONS, nnz, GRAPHS, LAYERS // 4)
+
+
+def measure_graphs(
+    bench: Bench, section: str, hidden: int, neurons: int, nnz: float, counts: tuple[int, ...], layers: int
+) -> None:
+    """CUDA graphs of a stack of layers, dense and ours; times are per layer."""
+    stack = shuffled(layer(hidden, neurons, nnz), layers)
+    stock = [(up, down.contiguous(), gate) for up, down, gate in stack]
+    for count in counts:
+        x = tokens(count, hidden)
+        runs = {BASELINE: [lambda x=x, w=w: stock_dense(x, *w) for w in stock]}
+        for name, plan in {"auto": None, "sparse": Plan(path="block")}.items():
+            runs[name] = [lambda x=x, w=w, p=plan: ffn(x, *w, plan=p) for w in stack]
+        captured = {name: graphed(calls) for name, calls in runs.items()}
+        replays = {name: replay for name, (replay, _) in captured.items()}
+        timings = compare(replays, device="cuda", warmup=2, repetitions=bench.small, calls_per_sample=1)
+        per_layer = {n: Timing(tuple(s / layers for s in t.samples)) for n, t in timings.items()}
+        for name in ("auto", "sparse"):
+            record = bench.add(
+                f"{section}/{name}",
+                per_layer[name],
+                baseline=f"{BASELINE}, CUDA graph",
+                baseline_timing=per_layer[BASELINE],
+                shape=shape_of(count, hidden, neurons) | {"layers": layers},
+                sparsity={"nnz": measured_nnz(x, stack[-1]), "wanted_nnz": float(nnz)},
+                error=error(captured[name][1], x, stack[-1]),
+            )
+            show(record)
+
+
+def modules(bench: Bench) -> None:
+    """Eager calls of modules: what the host takes, where the GPU has little to do."""
+    sparse = SparseMLP(HIDDEN, NEURONS, device="cuda", dtype=torch.bfloat16)
+    up, down, gate = layer(HIDDEN, NEURONS, 24)
+    sparse.load_state_dict(
+        {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down.contiguous()}
+    )
+    stock = StockMlp().to("cuda", torch.bfloat16)
+    stock.load_state_dict(sparse.state_dict())
+    for count in (1, 8, 64, 512):
+        x = tokens(count, HIDDEN)
+        for _ in range(130):  # automatic plans take their first readings
+            sparse(x)
+        timings = compare(
+            {BASELINE: lambda x=x: stock(x), "auto": lambda x=x: sparse(x)},
+            device="cuda",
+            warmup=2,
+            repetitions=bench.small,
+            calls_per_sample=60,
+        )
+        record = bench.add(
+            "modules/auto",
+            timings["auto"],
+            baseline="nn.Linear modules, eager",
+            baseline_timing=timings[BASELINE],
+            shape=shape_of(count, HIDDEN, NEURONS),
+            sparsity={"nnz": measured_nnz(x, (up, down, gate)), "wanted_nnz": 24.0},
+            error=error(sparse(x), x, (up, down, gate)),
+        )
+        show(record)
+
+
+class StockMlp(torch.nn.Module):
+    """The block as transformers' LlamaMLP runs it, with relu."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(HIDDEN, NEURONS, bias=False)
+        self.up_proj = torch.nn.Linear(HIDDEN, NEURONS, bias=False)
+        self.down_proj = torch.nn.Linear(NEURONS, HIDDEN, bias=False)
+        self.act_fn = torch.nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 def graphed(calls: list[Callable[[], Tensor]]) -> tuple[Callable[[], None], Tensor]:
@@ -264,7 +328,8 @@ def traces(bench: Bench, directory: Path) -> None:
             s.up(x)
             s.down(y)
 
-        timing = compare({"ours": finish}, device="cuda", repetitions=bench.large, calls_per_sample=1)["ours"]
+        replay, _ = graphed([lambda f=finish, y=y: (f(), y)[1]])  # kernels, without the host's launches
+        timing = compare({"ours": replay}, device="cuda", repetitions=bench.large, calls_per_sample=1)["ours"]
         nnz = trace.mean_nnz()
         bound = nnz * count * 2 * HIDDEN * 2 / 9e12
         part = slice(count - CHECKED, count)
@@ -286,6 +351,8 @@ def sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench
     yield "kernels", kernels
     yield "prefill", prefill
     yield "decode", decode
+    yield "graphs", graphs
+    yield "modules", modules
     if options.traces:
         yield "traces", lambda bench: traces(bench, options.traces)
 

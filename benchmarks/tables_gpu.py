@@ -48,7 +48,7 @@ def gpu_prefill() -> str:
 
 def gpu_decode() -> str:
     """The few-token kernels inside CUDA graphs over dense inside CUDA graphs, tokens x nnz."""
-    cells = _by_nnz(gpu_records("decode/few"))
+    cells = _by_nnz(gpu_records("decode/sparse", D=2048, H=5632))
     columns = sorted(cells[1])
     lines = [
         "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
@@ -128,7 +128,7 @@ def gpu_measured_on() -> str:
 def curves_data() -> dict[str, list[tuple[float, float]]]:
     curves: dict[str, list[tuple[float, float]]] = {}
     prefill = [r for r in gpu_records("prefill/auto", D=2048, H=5632, gated=True) if r.shape["M"] == 65536]
-    decode = [r for r in gpu_records("decode/few") if r.shape["M"] == 1]
+    decode = [r for r in gpu_records("decode/sparse", D=2048, H=5632) if r.shape["M"] == 1]
     for name, records in (("65,536 tokens", prefill), ("1 token, CUDA graph", decode)):
         curves[name] = [(r.sparsity["nnz"] / r.shape["H"], r.ratio) for r in records if r.sparsity["nnz"] > 0]
     return curves

@@ -149,6 +149,7 @@ def hopper():
     def descriptor(*shape):
         return f"tensordesc<bf16{list(shape)},{layout(*shape)!r}>"
 
+    target = Target(name="", capability=(9, 0), processors=132, shared_memory=232_448)
     options = {"gluon": True, "num_warps": 4}
     for rows, bias in ((128, False), (128, True), (64, False)):
         name = f"rows={rows} bias={bias}"
@@ -170,7 +171,7 @@ def hopper():
             compiled(hopper_down.down_blocks_hopper, constants, sources, 90, **options),
         )
     for tokens, bias in ((1, False), (32, True), (64, False)):
-        few_ = hopper_few_tiles(232_448, tokens, 2048)
+        few_ = hopper_few_tiles(target, tokens, 2048, 2048)
         constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "GATED": True, "SQUARE": bias}
         constants |= {"X_TILES": few_.x_tiles, "GATHERED": few_.gathered, "STAGES": few_.stages}
         sources = {name: descriptor(64, 128) for name in ("select_desc", "up_desc")}
@@ -179,9 +180,7 @@ def hopper():
         yield f"few_select_up_hopper tokens={tokens} bias={bias}", kernel
         constants = {"HAS_BIAS": bias, "ROWS": few_.rows, "PART": few_.part, "WIDTH": few_.width}
         constants |= {"TILES": few_.side}
-        kernel = compiled(
-            hopper_few_down.few_down_hopper, constants, {}, 90, gluon=True, num_warps=few_.down_warps
-        )
+        kernel = compiled(hopper_few_down.few_down_hopper, constants, {}, 90, gluon=True, num_warps=8)
         yield f"few_down_hopper tokens={tokens} bias={bias}", kernel
 
 

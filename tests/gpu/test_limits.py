@@ -10,7 +10,7 @@ import torch
 from twell.kernels.gpu import limits
 from twell.measure.tune import crossing, tune
 
-SHAPE = limits.shape_name(2048, 5632, True)
+SHAPE = limits.Shape(2048, 5632, True)
 
 
 @pytest.fixture(autouse=True)
@@ -24,21 +24,24 @@ def _own_cache(tmp_path, monkeypatch):
 def test_built_in_limits_take_the_nearest_smaller_count():
     table = limits._HOPPER
     assert limits.share_limit("any", True, SHAPE, 1) == table[1]
-    assert limits.share_limit("any", True, SHAPE, 5) == table[2]
+    assert limits.share_limit("any", True, SHAPE, 5) == table[1]
+    assert limits.share_limit("any", True, SHAPE, 40) == table[33]
+    wide = limits.Shape(4096, 11008, True)
+    assert limits.share_limit("any", True, wide, 40) == limits._HOPPER_WIDE[33] < table[33]
     assert limits.share_limit("any", True, SHAPE, 65) == 0.0
     assert limits.share_limit("any", True, SHAPE, 10**6) == 1.0
     assert limits.share_limit("any", False, SHAPE, 10**6) == 0.0  # not measured: dense until tuned
 
 
 def test_tuned_limits_win_for_their_shape_and_survive_the_process():
-    plain = limits.shape_name(2048, 5632, False)
+    plain = limits.Shape(2048, 5632, False)
     limits.store("Some GPU", SHAPE, {1: 0.25, 64: 0.5})
     limits.store("Some GPU", plain, {1: 0.125})
     limits._tuned.cache_clear()  # as a new process would start
     assert limits.share_limit("Some GPU", True, SHAPE, 63) == 0.25
     assert limits.share_limit("Some GPU", True, SHAPE, 64) == 0.5
     assert limits.share_limit("Some GPU", True, plain, 64) == 0.125
-    assert limits.share_limit("Some GPU", True, "8x8", 1) == limits._HOPPER[1]
+    assert limits.share_limit("Some GPU", True, limits.Shape(8, 8, True), 1) == limits._HOPPER[1]
     assert limits.share_limit("Other GPU", True, SHAPE, 10**6) == 1.0
 
 
@@ -97,4 +100,4 @@ def test_tuning_writes_what_plans_read():
     found = tune(512, 2048, tokens=(1, 8192), repetitions=3, report=lambda *row: seen.append(row[0]))
     assert seen == [1, 8192]
     name = torch.cuda.get_device_properties(0).name
-    assert limits.share_limit(name, True, limits.shape_name(512, 2048, True), 1) == found[1]
+    assert limits.share_limit(name, True, limits.Shape(512, 2048, True), 1) == found[1]

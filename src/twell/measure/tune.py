@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._checks import reject
 from ..functional import ffn
-from ..kernels.gpu.limits import shape_name, store
+from ..kernels.gpu.limits import Shape, store
 from ..plan import Plan
 from .ffn import stock_dense
 from .timing import compare
@@ -47,7 +47,7 @@ def tune(
             if report is not None:
                 report(count, limits[count], gains)
     name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
-    store(name, shape_name(hidden, neurons, gated), limits)
+    store(name, Shape(hidden, neurons, gated), limits)
     return limits
 
 

@@ -9,7 +9,7 @@ import torch
 from ..._log import log_once
 from ..args import FfnArgs
 from . import monitor
-from .limits import shape_name, share_limit
+from .limits import Shape, share_limit
 from .operands import is_neuron_major
 from .target import target_of
 
@@ -17,9 +17,12 @@ from .target import target_of
 FEW_TOKENS = 64
 
 # Launched one by one from Python, our kernels take the host longer than dense takes the GPU for less work
-# than this (H200: 0.8 ms of launches against 0.5 ms of dense at 4,096 tokens, D 2048, H 5632: 0.28e12
-# operations). Inside a CUDA graph launches are free.
-EAGER_OPERATIONS = 1e12
+# than this (0.34 to 0.59 ms of launches on a slow host, against 0.42 ms of dense at 4,096 tokens, D 2048,
+# H 5632: 0.28e12 operations). Inside a CUDA graph launches are free.
+EAGER_OPERATIONS = 5e11
+
+# Inside a CUDA graph: 1,024 tokens at D 2048, H 5632. With less work sparse was seen to lose.
+GRAPH_OPERATIONS = 7e10
 
 # Calls that nobody counts; then limits are looked up again, which tuning may have changed.
 _UNREAD = 64
@@ -93,6 +96,7 @@ def _limit(args: FfnArgs) -> float:
     target = target_of(args.x.device)
     # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
     # features, with few tokens or with much work. Anything else has to be tuned.
-    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or pays)
-    limit = share_limit(target.name, measured, shape_name(hidden, neurons, gated), tokens)
+    much = _operations(args) >= GRAPH_OPERATIONS
+    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or much)
+    limit = share_limit(target.name, measured, Shape(hidden, neurons, gated), tokens)
     return limit if gated else min(limit, _PLAIN_LIMIT)

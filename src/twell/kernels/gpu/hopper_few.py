@@ -25,10 +25,10 @@ from .hopper_few_down import few_down_hopper
 from .hopper_few_select import few_select_up_hopper
 from .numbers import cdiv, power_of_two
 from .operands import Operands
-from .target import target_of
+from .target import Target, target_of
 
 _TILE = 64
-_WARPS = 4
+_WARPS, _DOWN_WARPS = 4, 8
 _DEPTH = 128  # few large steps: every stage costs 50 ns of setting up its barriers
 _STAGE_BYTES = _TILE * _DEPTH * 2
 _MOST_STAGES, _FEWEST_STAGES = 7, 3
@@ -37,7 +37,7 @@ _MOST_STAGES, _FEWEST_STAGES = 7, 3
 @dataclass(frozen=True)
 class HopperFewTiles:
     """rows: tokens, rounded up; x_tiles, gathered, stages of the first kernel; of the second: part and width
-    (tokens and outputs per program), side (tiles per warp), warps."""
+    (tokens and outputs per program), side (tiles that a warp takes at a time)."""
 
     rows: int
     x_tiles: int
@@ -46,35 +46,43 @@ class HopperFewTiles:
     part: int
     width: int
     side: int
-    down_warps: int
 
 
 @lru_cache(maxsize=1024)
-def hopper_few_tiles(shared_memory: int, tokens: int, features: int) -> HopperFewTiles:
+def hopper_few_tiles(target: Target, tokens: int, features: int, outputs: int) -> HopperFewTiles:
     """H200, bf16, D 2048, H 5632, nnz 24, weights cold, CUDA graph, microseconds of both kernels (cuBLAS'
     selector alone: 8.4):
 
     1, 8 tokens    depth 128, 7 stages 13.0, 13.5; 5 stages 13.9, 14.4; depth 64, 12 stages 13.7, 14.1
     32 tokens      gathering 16 17.9, gathering 8 19.1
-    64 tokens      25.4 (x does not fit: up is read whole)
+    64 tokens      23.9, with parts of 16 tokens 26.2 (x does not fit: up is read whole)
     """
     rows = max(16, power_of_two(tokens))
     gathered = 8 if rows == 16 else 16
     steps = cdiv(features, _DEPTH)
     steps = cdiv(steps * _DEPTH // 64, _WARPS) * _WARPS * 64 // _DEPTH
-    left = shared_memory - rows * steps * _DEPTH * 2 - 4 * _WARPS * rows * gathered - 1024
+    left = target.shared_memory - rows * steps * _DEPTH * 2 - 4 * _WARPS * rows * gathered - 1024
     stages = min(_MOST_STAGES, left // _STAGE_BYTES)
     if stages < _FEWEST_STAGES:
         gathered = 0
-        steps = stages = min(_MOST_STAGES - 1, (shared_memory - 1024) // (_STAGE_BYTES + rows * _DEPTH * 2))
-    part, width, side, warps = (16, 16, 16, 8) if rows == 16 else (16, 32, 8, 16)
-    return HopperFewTiles(rows, steps, gathered, stages, part, width, side, warps)
+        most = (target.shared_memory - 1024) // (_STAGE_BYTES + rows * _DEPTH * 2)
+        steps = stages = min(_MOST_STAGES - 1, most)
+    # One program of the down projection for each processor, as far as that goes.
+    if rows == 16:
+        fitting = [width for width in (16, 32) if cdiv(outputs, width) <= target.processors]
+        width = (*fitting, 64)[0]
+        part, side = 16, 8 if width == 64 else 16
+    else:
+        width = 32
+        spare = rows == 32 and 2 * cdiv(outputs, width) <= target.processors
+        part, side = (16, 16) if spare else (32, 8)
+    return HopperFewTiles(rows, steps, gathered, stages, part, width, side)
 
 
 def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
     """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold."""
     target = target_of(operands.x.device)
-    tiles = hopper_few_tiles(target.shared_memory, operands.tokens, operands.features)
+    tiles = hopper_few_tiles(target, operands.tokens, operands.features, operands.outputs)
     count = cdiv(operands.neurons, _TILE)
     new = operands.x.new_empty
     values = new(count * _TILE, tiles.rows)
@@ -120,7 +128,7 @@ def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
         PART=tiles.part,
         WIDTH=tiles.width,
         TILES=tiles.side,
-        num_warps=tiles.down_warps,
+        num_warps=_DOWN_WARPS,
         launch_pdl=True,  # its launch overlaps the first kernel
     )
     return y, counts, operands.neurons

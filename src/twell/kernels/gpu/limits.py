@@ -1,7 +1,7 @@
 """Up to which share of active neurons the sparse kernels beat dense, by number of tokens.
 
 The share is that of the union: neurons that any token of a block activates. Built-in limits were measured
-on an H200 (bf16, D 2048, H 5632, time on the device); `twell tune` measures the device at hand and stores
+on an H200 (bf16, three shapes, time on the device); `twell tune` measures the device at hand and stores
 its own in the cache directory, by GPU, version and shape. GPUs that are neither Hopper nor tuned run dense.
 """
 
@@ -11,32 +11,46 @@ import json
 import os
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from ..._version import __version__
 
 CACHE_VARIABLE = "TWELL_CACHE"
 
-# tokens -> share. Hopper: up to 32 tokens sparse pays up to about 0.7, up to 64 to 0.35 (D 2048, H 5632; less
-# is said here); from 16,384 tokens on the block path is about as fast as dense even at 1.
-_HOPPER = {1: 0.5, 33: 0.2, 65: 0.0, 16384: 1.0}
+# tokens -> share, measured in CUDA graphs on an H200 and set a little lower. Few tokens: at D 2048 sparse
+# pays up to about 0.7, with 33 to 64 tokens up to 0.4. Wide layers leave no room for x of more than 16 tokens
+# beside the weights: about 0.25 and 0.15. Many tokens (shares of blocks of 128): from 8,192 on the block path
+# is as fast as dense with everything active.
+_MANY = {65: 0.0, 1024: 0.25, 2048: 0.6, 4096: 0.8, 8192: 1.0}
+_HOPPER = {1: 0.5, 33: 0.25, **_MANY}
+_HOPPER_WIDE = {1: 0.4, 17: 0.15, 33: 0.08, **_MANY}
+_WIDE = 2048  # features that are not yet wide
 # Elsewhere nothing has been measured: dense, until `twell tune` has.
 _OTHER = {1: 0.0}
 
 
-def share_limit(gpu: str, measured: bool, shape: str, tokens: int) -> float:
+class Shape(NamedTuple):
+    """D, H and kind of a block: what limits are kept by."""
+
+    hidden: int
+    neurons: int
+    gated: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.hidden}x{self.neurons}{'' if self.gated else ' plain'}"
+
+
+def share_limit(gpu: str, measured: bool, shape: Shape, tokens: int) -> float:
     """The largest share of active neurons at which the sparse path is chosen for `tokens` tokens.
 
     measured: whether the built-in limits of Hopper apply where nothing was tuned; else dense.
-    shape: as `shape_name` gives it; limits tuned for another shape are not used.
+    Limits tuned for another shape are not used.
     """
-    table = _tuned(gpu).get(shape) or (_HOPPER if measured else _OTHER)
+    built_in = _OTHER if not measured else _HOPPER if shape.hidden <= _WIDE else _HOPPER_WIDE
+    table = _tuned(gpu).get(shape.name) or built_in
     known = [count for count in table if count <= max(tokens, min(table))]
     return table[max(known)]
-
-
-def shape_name(hidden: int, neurons: int, gated: bool) -> str:
-    """What tuned limits are kept under."""
-    return f"{hidden}x{neurons}{'' if gated else ' plain'}"
 
 
 def cache_file(gpu: str) -> Path | None:
@@ -51,11 +65,11 @@ def cache_file(gpu: str) -> Path | None:
     return Path(root) / f"limits-{gpu.replace(' ', '-').replace('/', '-')}-{__version__}.json"
 
 
-def store(gpu: str, shape: str, limits: dict[int, float]) -> Path | None:
+def store(gpu: str, shape: Shape, limits: dict[int, float]) -> Path | None:
     """Keep tuned limits beside those of other shapes; they hold for this process at once."""
     path = cache_file(gpu)
     if path is not None:
-        kept = {**_tuned(gpu), shape: limits}
+        kept = {**_tuned(gpu), shape.name: limits}
         path.parent.mkdir(parents=True, exist_ok=True)
         written = path.with_suffix(".tmp")
         written.write_text(json.dumps(kept, indent=1) + "\n")
