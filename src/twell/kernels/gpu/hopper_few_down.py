@@ -96,10 +96,9 @@ def few_down_hopper(
         h_tile = first + h_warp * TILES + h_side
         h_count = gl.load(counts + h_tile, mask=h_tile < tiles, other=0)[:, None, :, None]
         h_tile = h_tile[:, None, :, None]
-        where = neurons + tile[:, :, None] * 8 + slot
-        real = (tile < tiles)[:, :, None] & (slot < 8)
         # Neurons are looked up one group ahead; of the first group before it is known how many there are.
-        coming = gl.load(where, mask=real, other=0)
+        where = neurons + tile[:, :, None] * 8 + slot
+        coming = gl.load(where, mask=(tile < tiles)[:, :, None] & (slot < 8), other=0)
         for group in range(0, gl.maximum((most + 7) // 8, 1)):
             neuron = coming
             where += tiles * 8

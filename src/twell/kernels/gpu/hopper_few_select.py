@@ -120,7 +120,7 @@ def _consume(
     NEURONS: gl.constexpr = w_ring.shape[1]
     ROWS: gl.constexpr = x_ring.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
-    # Every warp holds all neurons of the tile, a lane two of them: ranks need no exchange between warps.
+    # Every warp holds all neurons of the tile: ranks need no exchange between warps.
     FLAT: gl.constexpr = gl.BlockedLayout([NEURONS // 32], [32], [WARPS], [0])
     across = gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
     token = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
@@ -139,9 +139,9 @@ def _consume(
         live = gl.where(neuron < H, live, 0)
         rank = gl.associative_scan(live, 0, add)
         count = gl.sum(live, 0)
-        slot = gl.where(live > 0, rank - 1, -1)
         gl.store(counts + tile, count)
-        gl.store(neurons + _cell(slot, tile, tiles, 1), neuron, mask=slot >= 0)
+        slot = rank - 1
+        gl.store(neurons + _cell(slot, tile, tiles, 1), neuron, mask=live > 0)
         if GATED:
             thread_barrier()  # the producer reads the count
             mbarrier.arrive(decided, count=1)
@@ -153,56 +153,22 @@ def _consume(
                 value = gl.where(value == 0.0, 0.0, value * factor.to(DTYPE).to(gl.float32))
         if count > 0:
             place = gl.convert_layout(slot, gl.SliceLayout(1, ACC))
+            kept = gl.convert_layout(live, gl.SliceLayout(1, ACC)) > 0
             cell = values + _cell(place, tile, tiles, ROWS)[:, None] + token[None, :] * 8
-            gl.store(cell, value.to(DTYPE), mask=(place >= 0)[:, None] & (token < M)[None, :])
+            gl.store(cell, value.to(DTYPE), mask=kept[:, None] & (token < M)[None, :])
             if GATED and RESIDENT:  # noqa: SIM102 - decided by the compiler, the next when it runs
                 if count <= GATHERED:
-                    _gather_up(
-                        weights,
-                        target,
-                        x_ring,
-                        slot,
-                        neuron,
-                        tile,
-                        tiles,
-                        count,
-                        sizes,
-                        HAS_UP_BIAS,
-                        GATHERED,
-                    )
-
-
-@gluon.jit
-def _listed(slot, neuron, GATHERED: gl.constexpr):
-    """int32 [GATHERED]: the neurons of slots 0, 1, ... from each neuron's slot, by comparing all with all.
-
-    A list in memory would take a store, a barrier and a load before the first row could be asked for.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    ALL: gl.constexpr = gl.BlockedLayout([slot.shape[0] // 32, GATHERED], [32, 1], [WARPS, 1], [1, 0])
-    slot = gl.convert_layout(slot, gl.SliceLayout(1, ALL))[:, None]
-    neuron = gl.convert_layout(neuron, gl.SliceLayout(1, ALL))[:, None]
-    entry = gl.arange(0, GATHERED, gl.SliceLayout(0, ALL))[None, :]
-    return gl.sum(gl.where(slot == entry, neuron, 0), 0)
+                    thread_barrier()  # neurons and gates are read by other threads than wrote them
+                    _gather_up(weights, target, x_ring, tile, tiles, count, sizes, HAS_UP_BIAS, GATHERED)
 
 
 @gluon.jit
 def _gather_up(
-    weights,
-    target,
-    x_ring,
-    slots,
-    neurons,
-    tile,
-    tiles,
-    count,
-    sizes,
-    HAS_BIAS: gl.constexpr,
-    GATHERED: gl.constexpr,
+    weights, target, x_ring, tile, tiles, count, sizes, HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr
 ):
     """Gates in `values` become hidden activations of at most GATHERED neurons; warps split the depth."""
     _select_desc, _up_desc, up, _select_bias, bias = weights
-    values, _neurons, _counts = target
+    values, neurons, _counts = target
     M, _H, D, _span = sizes
     DTYPE: gl.constexpr = values.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
@@ -216,16 +182,15 @@ def _gather_up(
     W: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, W)))[:, None, None]
     depth = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(2, W)))[None, :, None]
-    listed = _listed(slots, neurons, GATHERED)
-    neuron = gl.convert_layout(listed, gl.SliceLayout(0, gl.SliceLayout(1, W)))
-    wanted = gl.arange(0, GATHERED, gl.SliceLayout(0, gl.SliceLayout(1, W))) < count
+    slot = gl.arange(0, GATHERED, gl.SliceLayout(0, gl.SliceLayout(1, W)))
+    listed = slot < count
+    neuron = gl.load(neurons + _cell(slot, tile, tiles, 1), mask=listed, other=0)
     source = up + (neuron * D)[None, None, :] + warp * DEPTH + depth
     # All rows are asked for before any is used.
     pieces = ()
     for piece in gl.static_range(PIECES):
-        inside = wanted[None, None, :] & (piece * WARPS * DEPTH + warp * DEPTH + depth < D)
+        inside = listed[None, None, :] & (piece * WARPS * DEPTH + warp * DEPTH + depth < D)
         pieces = pieces + (gl.load(source + piece * WARPS * DEPTH, mask=inside, other=0.0),)
-    thread_barrier()  # gates are read by other threads than wrote them
     entry = gl.arange(0, GATHERED, gl.SliceLayout(0, SUM))
     token = gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
     cell = values + _cell(entry, tile, tiles, ROWS)[None, :] + token[:, None] * 8
@@ -239,7 +204,7 @@ def _gather_up(
         acc = mma_v2(x_all.index(piece).load(X), pieces[piece], acc)
     factor = sum_over_warps(acc)
     if HAS_BIAS:
-        which = gl.convert_layout(listed, gl.SliceLayout(0, SUM))
+        which = gl.load(neurons + _cell(entry, tile, tiles, 1), mask=entry < count, other=0)
         factor += gl.load(bias + which, mask=entry < count, other=0.0).to(gl.float32)[None, :]
     hidden = gl.where(gate == 0.0, 0.0, gate * factor.to(DTYPE).to(gl.float32))
     gl.store(cell, hidden.to(DTYPE), mask=inside)
