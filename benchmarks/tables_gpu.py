@@ -60,6 +60,51 @@ def gpu_decode() -> str:
     return "\n".join(lines)
 
 
+def gpu_decode_other() -> str:
+    """Few tokens in CUDA graphs, other shapes: the sparse kernels, and what automatic plans make of them."""
+    lines = [
+        "| D | H | active | 1 token | 8 | 32 | 64 |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    rows: dict[tuple[int, int, float], dict[int, list[float]]] = {}
+    for name in ("sparse", "auto"):
+        for r in gpu_records(f"decode/{name}"):
+            if r.shape["D"] != 2048:
+                key = (r.shape["D"], r.shape["H"], r.sparsity["wanted_nnz"] / r.shape["H"])
+                rows.setdefault(key, {}).setdefault(r.shape["M"], []).append(r.ratio)
+    for (hidden, neurons, share), row in sorted(rows.items()):
+        cells = " | ".join(f"{row[m][0]:.2f}x ({row[m][1]:.2f}x)" for m in sorted(row))
+        lines.append(f"| {hidden} | {neurons} | {share:.1%} | {cells} |")
+    return "\n".join(lines)
+
+
+def gpu_graphs() -> str:
+    """Between few and many tokens, in CUDA graphs: the block path, and what automatic plans make of it."""
+    sparse, auto = (_by_nnz(gpu_records(f"graphs/{name}")) for name in ("sparse", "auto"))
+    columns = sorted(sparse[1024])
+    lines = [
+        "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "|---:|---:|" + "---:|" * len(columns),
+    ]
+    for tokens, row in sorted(sparse.items()):
+        cells = " | ".join(f"{row[n].ratio:.2f}x ({auto[tokens][n].ratio:.2f}x)" for n in columns)
+        lines.append(f"| {tokens:,} | {row[24].baseline_value * 1e6:.0f} us | {cells} |")
+    return "\n".join(lines)
+
+
+def gpu_rows() -> str:
+    """The row path over eager dense."""
+    cells = _by_nnz(gpu_records("prefill/row"))
+    columns = sorted(cells[65536])
+    lines = [
+        "| tokens | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "|---:|" + "---:|" * len(columns),
+    ]
+    for tokens, row in sorted(cells.items()):
+        lines.append(f"| {tokens:,} | " + " | ".join(f"{row[n].ratio:.2f}x" for n in columns) + " |")
+    return "\n".join(lines)
+
+
 def gpu_kernels() -> str:
     """Each kernel of the block path alone, against the device's own matmul in the same run."""
     lines = [
@@ -151,6 +196,9 @@ def _ms(seconds: float) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "gpu-prefill": gpu_prefill,
     "gpu-decode": gpu_decode,
+    "gpu-decode-other": gpu_decode_other,
+    "gpu-graphs": gpu_graphs,
+    "gpu-rows": gpu_rows,
     "gpu-kernels": gpu_kernels,
     "gpu-traces": gpu_traces,
     "gpu-other": gpu_other,

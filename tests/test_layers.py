@@ -17,7 +17,7 @@ LAYERS = [
     {"kernels"},
     {"backends"},
     {"plan"},
-    {"ops"},
+    {"_ahead", "ops"},
     {"functional"},
     {"nn"},
     {"__init__"},

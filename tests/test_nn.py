@@ -12,7 +12,6 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-import twell.nn
 from twell import Plan, SparseMLP, reference
 
 PLANS = [None, Plan(path="row"), Plan(path="block"), Plan(path="dense")]
@@ -246,36 +245,3 @@ def test_bad_options():
 def test_bad_sizes(sizes):
     with pytest.raises(ValueError, match="accepted: an integer >= 1"):
         SparseMLP(*sizes)
-
-
-def test_calls_left_to_dense_are_not_asked_about_again(monkeypatch):
-    """Only calls of the same kind, only as many as were granted, and never where the answer may differ."""
-    asked = []
-
-    def run(tensors, *rest, **options):
-        asked.append(tensors[0].shape)
-        return run_ffn(tensors, *rest, **options)._replace(dense_ahead=2)
-
-    run_ffn = twell.nn.run_ffn
-    monkeypatch.setattr(twell.nn, "run_ffn", run)
-    for gated in (True, False):
-        asked.clear()
-        mlp = SparseMLP(16, 32, gated=gated, bias=True)
-        x = torch.randn(3, 16)
-        stock = mlp._forward_through_modules(x)
-        for _ in range(6):
-            torch.testing.assert_close(mlp(x), stock)
-        assert len(asked) == 2
-        mlp(x[:2])
-        assert len(asked) == 3
-        mlp(x[1:])  # the same kind again
-        assert len(asked) == 3
-        mlp.record = True
-        mlp(x[:2])
-        assert len(asked) == 4
-        assert mlp.last_stats is not None
-        mlp.record = False
-        mlp.up_proj.register_forward_hook(lambda module, inputs, output: output * 0)
-        mlp(x[:2])
-        assert len(asked) == 4  # hooked: runs through the modules
-        torch.testing.assert_close(mlp(x), mlp._forward_through_modules(x))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ._ahead import grant_dense, granted_dense
 from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
@@ -96,6 +97,10 @@ def run_ffn(
     record: bool,
 ) -> FfnOutput:
     """`ffn` on (x, up, down, gate, up_bias, down_bias, gate_bias), with all that is known of the call."""
+    if not record and not torch.compiler.is_compiling():
+        y = granted_dense(tensors, activation, plan)
+        if y is not None:
+            return FfnOutput(y)
     act = Activation.parse(activation)
     if plan is not None and not isinstance(plan, Plan):
         reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
@@ -114,8 +119,8 @@ def run_ffn(
 def _dispatch(
     tensors: tuple[Tensor | None, ...], activation: Activation, plan: Plan | None, record: bool
 ) -> FfnOutput:
-    _validate(*tensors)
     x, up, down, gate, *_ = tensors
+    _validate(*tensors)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if _transformed():
         return _shaped(dense_forward(FfnArgs(_flat(x), *tensors[1:], activation), record), x, down)
@@ -134,7 +139,9 @@ def _dispatch(
     observed = _observed(tensors)
     skipped = 0 if observed else _skipped_calls(path, backend, args)
     if skipped or (path == "dense" and backend == "dense"):
-        output = dense_forward(args, record)._replace(dense_ahead=max(skipped - 1, 0))
+        output = dense_forward(args, record)
+        if skipped > 1:
+            grant_dense(tensors, activation, plan, skipped - 1)
     elif training or observed:
         y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from ._checks import reject, require_positive_int
 from ._log import log_once
@@ -73,7 +72,6 @@ class SparseMLP(nn.Module):
         self.record = record
         self.neuron_major = neuron_major
         self.last_stats: FfnStats | None = None
-        self._dense_ahead: tuple[torch.Size, torch.dtype, Plan | None, int] | None = None
         self.gate_proj = projection(hidden_size, intermediate_size, gate_bias) if gated else None
         self.up_proj = projection(hidden_size, intermediate_size, up_bias)
         self.down_proj = projection(intermediate_size, hidden_size, down_bias)
@@ -88,55 +86,24 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
-        if not torch.compiler.is_compiling() and self._stays_dense(x):
-            return self._dense(x)
         if not self._projections_are_plain():
             return self._forward_through_modules(x)
-        gate, up, down = self.gate_proj, self.up_proj, self.down_proj
-        gate_weight, gate_bias = (gate.weight, gate.bias) if gate is not None else (None, None)
-        tensors = (x, up.weight, down.weight, gate_weight, up.bias, down.bias, gate_bias)
+        # Attributes of a module are slow to find, and few tokens take a GPU no longer than that.
+        modules = self._modules
+        gate, up, down = (
+            modules.get("gate_proj"),
+            modules["up_proj"]._parameters,
+            modules["down_proj"]._parameters,
+        )
+        gate = _NO_GATE if gate is None else gate._parameters
+        tensors = (x, up["weight"], down["weight"], gate["weight"], up["bias"], down["bias"], gate["bias"])
+        output = run_ffn(tensors, self.activation, self.plan, self.record)
         if self.record:
-            y, self.last_stats = stats_of(run_ffn(tensors, self.activation, self.plan, record=True), x)
+            y, self.last_stats = stats_of(output, x)
             return y
         if self.last_stats is not None:
             self.last_stats = None
-        output = run_ffn(tensors, self.activation, self.plan, record=False)
-        if output.dense_ahead:
-            self._dense_ahead = (x.shape, x.dtype, self.plan, output.dense_ahead)
         return output.y
-
-    def _stays_dense(self, x: Tensor) -> bool:
-        """Whether this is one of the calls that the backend left to dense PyTorch when it was last asked.
-
-        Asking takes longer than the GPU takes for few tokens.
-        """
-        if self._dense_ahead is None:
-            return False
-        shape, dtype, plan, left = self._dense_ahead
-        if (
-            left == 0
-            or type(x) is not Tensor
-            or x.shape != shape
-            or x.dtype != dtype
-            or plan is not self.plan
-            or self.record
-            or (x.is_cuda and torch.cuda.is_current_stream_capturing())
-            or not self._projections_are_plain()
-        ):
-            return False
-        self._dense_ahead = (shape, dtype, plan, left - 1)
-        return True
-
-    def _dense(self, x: Tensor) -> Tensor:
-        """The block as stock PyTorch runs it, without the checks of `ffn`: this shape has passed them."""
-        modules = self._modules  # twice as fast as attributes of a module
-        gate, up, down = modules.get("gate_proj"), modules["up_proj"], modules["down_proj"]
-        hidden = linear(x, up.weight, up.bias)
-        if gate is None:
-            hidden = self.activation(hidden)
-        else:
-            hidden = self.activation(linear(x, gate.weight, gate.bias)) * hidden
-        return linear(hidden, down.weight, down.bias)
 
     def _projections_are_plain(self) -> bool:
         """False once a projection was wrapped, parametrised or hooked: its own forward must then run."""
@@ -170,6 +137,9 @@ class SparseMLP(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The statistics may hang on an autograd graph, which neither copies nor pickles.
         return {**super().__getstate__(), "last_stats": None}
+
+
+_NO_GATE = {"weight": None, "bias": None}
 
 
 def _is_plain(projection: nn.Module) -> bool:

@@ -38,7 +38,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     act = Activation.parse(activation)
     args = FfnArgs(x, up, down, gate, up_bias, down_bias, gate_bias, act)
-    y, l1, firing, _ = get_backend(backend).forward(args, path, block_rows, record)
+    y, l1, firing = get_backend(backend).forward(args, path, block_rows, record)
     if record:
         return y, l1, firing
     return y, *_no_statistics(x)

@@ -36,12 +36,8 @@ class FfnArgs(NamedTuple):
 
 
 class FfnOutput(NamedTuple):
-    """y [M, D]; when recorded, l1 [] (mean over tokens of sum |h|) and firing int64 [H].
-
-    dense_ahead: how many more calls of the same kind dense PyTorch may run without asking the backend again.
-    """
+    """y [M, D]; when recorded, l1 [] (mean over tokens of sum |h|) and firing int64 [H]."""
 
     y: Tensor
     l1: Tensor | None = None
     firing: Tensor | None = None
-    dense_ahead: int = 0
