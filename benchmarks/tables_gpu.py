@@ -31,33 +31,42 @@ def _nnz_name(nnz: int, neurons: int = 5632) -> str:
     return "all active" if nnz == neurons else f"nnz {nnz}"
 
 
+def _grid(
+    rows: dict[int, dict[int, Record]], dense: Callable[[float], str], cell: Callable[[int, int], str]
+) -> str:
+    """Tokens down, nnz across; `dense` writes dense's time, `cell` what stands at (tokens, nnz)."""
+    columns = sorted(next(iter(rows.values())))
+    lines = [
+        "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "|---:|---:|" + "---:|" * len(columns),
+    ]
+    for tokens, row in sorted(rows.items()):
+        cells = " | ".join(cell(tokens, nnz) for nnz in columns)
+        lines.append(f"| {tokens:,} | {dense(row[24].baseline_value)} | {cells} |")
+    return "\n".join(lines)
+
+
 def gpu_prefill() -> str:
     """Automatic plan over eager dense, tokens x nnz."""
     cells = _by_nnz(gpu_records("prefill/auto", D=2048, H=5632, gated=True))
-    columns = sorted(cells[65536])
-    lines = [
-        "| tokens | dense eager | " + " | ".join(map(_nnz_name, columns)) + " |",
-        "|---:|---:|" + "---:|" * len(columns),
-    ]
-    for tokens in (16384, 65536, 131072):
-        row = cells[tokens]
-        ratios = " | ".join(f"{row[nnz].ratio:.2f}x" for nnz in columns)
-        lines.append(f"| {tokens:,} | {_ms(row[24].baseline_value)} | {ratios} |")
-    return "\n".join(lines)
+    cells = {tokens: cells[tokens] for tokens in (8192, 16384, 65536, 131072)}
+    return _grid(cells, _ms, lambda tokens, nnz: f"{cells[tokens][nnz].ratio:.2f}x")
 
 
 def gpu_decode() -> str:
     """The few-token kernels inside CUDA graphs over dense inside CUDA graphs, tokens x nnz."""
     cells = _by_nnz(gpu_records("decode/sparse", D=2048, H=5632))
-    columns = sorted(cells[1])
-    lines = [
-        "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
-        "|---:|---:|" + "---:|" * len(columns),
-    ]
-    for tokens, row in sorted(cells.items()):
-        ratios = " | ".join(f"{row[nnz].ratio:.2f}x" for nnz in columns)
-        lines.append(f"| {tokens} | {row[24].baseline_value * 1e6:.1f} us | {ratios} |")
-    return "\n".join(lines)
+    return _grid(cells, _us, lambda tokens, nnz: f"{cells[tokens][nnz].ratio:.2f}x")
+
+
+def gpu_graphs() -> str:
+    """Between few and many tokens, in CUDA graphs: the block path, and what automatic plans make of it."""
+    sparse, auto = (_by_nnz(gpu_records(f"graphs/{name}")) for name in ("sparse", "auto"))
+
+    def both(tokens: int, nnz: int) -> str:
+        return f"{sparse[tokens][nnz].ratio:.2f}x ({auto[tokens][nnz].ratio:.2f}x)"
+
+    return _grid(sparse, _us, both)
 
 
 def gpu_decode_other() -> str:
@@ -75,20 +84,6 @@ def gpu_decode_other() -> str:
     for (hidden, neurons, share), row in sorted(rows.items()):
         cells = " | ".join(f"{row[m][0]:.2f}x ({row[m][1]:.2f}x)" for m in sorted(row))
         lines.append(f"| {hidden} | {neurons} | {share:.1%} | {cells} |")
-    return "\n".join(lines)
-
-
-def gpu_graphs() -> str:
-    """Between few and many tokens, in CUDA graphs: the block path, and what automatic plans make of it."""
-    sparse, auto = (_by_nnz(gpu_records(f"graphs/{name}")) for name in ("sparse", "auto"))
-    columns = sorted(sparse[1024])
-    lines = [
-        "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
-        "|---:|---:|" + "---:|" * len(columns),
-    ]
-    for tokens, row in sorted(sparse.items()):
-        cells = " | ".join(f"{row[n].ratio:.2f}x ({auto[tokens][n].ratio:.2f}x)" for n in columns)
-        lines.append(f"| {tokens:,} | {row[24].baseline_value * 1e6:.0f} us | {cells} |")
     return "\n".join(lines)
 
 
@@ -191,6 +186,10 @@ def draw_curves(data: object, path: Path, metadata: dict[str, str]) -> None:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"
 
 
 TABLES: dict[str, Callable[[], str]] = {
