@@ -14,7 +14,8 @@ from ..plan import Plan
 from .ffn import stock_dense
 from .timing import compare
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+# Limits hold up to the next count: 17, 33 and 65 are where other kernels take over.
+TOKENS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 MARGIN = 0.97  # sparse must take at most this share of dense's time, but for the last point
 _COLD_BYTES = 256 << 20
