@@ -41,7 +41,7 @@ NNZ = (0, 12, 24, 39, 64, 128, 512, ALL)
 PREFILL, DECODE = (1024, 4096, 8192, 16384, 65536, 131072), (1, 8, 32, 64)
 GRAPHS = (256, 1024, 2048, 4096)
 SHAPES = ((1024, 4096), (4096, 11008), (5120, 14336))
-LAYERS = 16  # of the decode graphs: 1.1 GB of weights, twenty times the L2 cache
+COLD_BYTES = 1 << 30  # weights of the decode graphs: twenty times the L2 cache
 CHECKED = 256  # tokens compared with float32
 console = Console(width=150)
 
@@ -164,21 +164,22 @@ def measure(
 
 def decode(bench: Bench) -> None:
     for nnz in NNZ:
-        measure_graphs(bench, "decode", HIDDEN, NEURONS, nnz, DECODE, LAYERS)
+        measure_graphs(bench, "decode", HIDDEN, NEURONS, nnz, DECODE)
     for hidden, neurons in SHAPES:
         for share in (0.005, 0.02, 1.0):
-            measure_graphs(bench, "decode", hidden, neurons, share * neurons, DECODE, LAYERS // 4)
+            measure_graphs(bench, "decode", hidden, neurons, share * neurons, DECODE)
 
 
 def graphs(bench: Bench) -> None:
     for nnz in (24, 64, 512, ALL):
-        measure_graphs(bench, "graphs", HIDDEN, NEURONS, nnz, GRAPHS, LAYERS // 4)
+        measure_graphs(bench, "graphs", HIDDEN, NEURONS, nnz, GRAPHS)
 
 
 def measure_graphs(
-    bench: Bench, section: str, hidden: int, neurons: int, nnz: float, counts: tuple[int, ...], layers: int
+    bench: Bench, section: str, hidden: int, neurons: int, nnz: float, counts: tuple[int, ...]
 ) -> None:
     """CUDA graphs of a stack of layers, dense and ours; times are per layer."""
+    layers = -(-COLD_BYTES // (3 * hidden * neurons * 2))
     stack = shuffled(layer(hidden, neurons, nnz), layers)
     stock = [(up, down.contiguous(), gate) for up, down, gate in stack]
     for count in counts:

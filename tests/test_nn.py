@@ -245,3 +245,21 @@ def test_bad_options():
 def test_bad_sizes(sizes):
     with pytest.raises(ValueError, match="accepted: an integer >= 1"):
         SparseMLP(*sizes)
+
+
+def test_projections_whose_parameters_became_plain_tensors():
+    """As in the replicas of nn.DataParallel, and in FSDP1's flat parameters."""
+    torch.manual_seed(0)
+    mlp = SparseMLP(16, 32, bias=True)
+    x = torch.randn(3, 16)
+    expected = mlp(x)
+    for projection in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        for name in ("weight", "bias"):
+            tensor = projection._parameters.pop(name).detach()
+            setattr(projection, name, tensor)
+    assert torch.equal(mlp(x), expected)
+
+
+def test_x_of_another_width_is_named():
+    with pytest.raises(ValueError, match=r"x: got shape \(3, 17\)"):
+        SparseMLP(16, 32)(torch.randn(3, 17))

@@ -52,7 +52,9 @@ def test_parse(text, plan):
     assert Plan.parse(plan.spec) == plan
 
 
-@pytest.mark.parametrize("text", ["", "fast", "row,rows=x", "row,speed=9", "row,backend=gone"])
+@pytest.mark.parametrize(
+    "text", ["", "fast", "row,rows=x", "row,speed=9", "row,backend=gone", "row,rows=1,rows=2"]
+)
 def test_parse_rejects(text):
     with pytest.raises(ValueError, match="accepted"):
         Plan.parse(text)
@@ -65,11 +67,19 @@ def test_parse_rejects(text):
         ({"block_rows": -1}, r"block_rows: got -1; accepted: an integer >= 0"),
         ({"block_rows": True}, "block_rows"),
         ({"backend": "gone"}, r"backend: got 'gone'; accepted: 'dense' \| 'cpu'"),
+        ({"backend": []}, r"backend: got \[\]"),
     ],
 )
 def test_a_plan_is_validated(options, message):
     with pytest.raises(ValueError, match=message):
         Plan(**options)
+
+
+def test_dense_because_of_gradients_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    for _ in range(2):
+        resolve(None, site(training=True))
+    assert ["gradients are wanted" in record.message for record in caplog.records] == [True]
 
 
 def test_auto_takes_the_cpu_backend_for_inference_and_dense_for_training():

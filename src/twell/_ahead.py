@@ -1,80 +1,121 @@
 """Calls that a backend has left to dense PyTorch ahead of time: asking it takes longer than few tokens do.
 
-Everything here is counted in microseconds of the host, before every call.
+Everything here is counted in microseconds of the host, before every call. A granted call computes what the
+call that was asked about computed, with the same operations on operands of the same shapes.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from .activations import Activation
+from .backends import registry_version
+from .kernels.args import FfnArgs
+from .kernels.dense import dense_forward
 from .plan import ENVIRONMENT_VARIABLE, Plan
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
-_MOST_LAYERS = 4096
+_MOST = 4096
 
 
 class _Grant:
-    """`left` more calls with the same weights, an x like this one, and the same plan may run dense."""
+    """`left` more calls like one that was asked about; `settle` is told how many were made of it."""
 
-    __slots__ = ("activation", "device", "dtype", "environment", "left", "plan", "shape", "spec", "weights")
+    __slots__ = ("activation", "calls", "device", "kind", "left", "place", "plan", "settle", "spec", "state")
 
-    def __init__(self, tensors: Tensors, activation: Activation, plan: Plan | None, left: int) -> None:
-        x, *weights = tensors
-        self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
-        self.weights = [None if weight is None else weakref.ref(weight) for weight in weights]
-        self.activation, self.spec, self.plan, self.left = activation, activation.spec, plan, left
-        self.environment = os.environ.get(ENVIRONMENT_VARIABLE)
+    def __init__(
+        self,
+        tensors: Tensors,
+        activation: Activation,
+        plan: Plan | None,
+        calls: int,
+        settle: Callable[[int], None],
+    ) -> None:
+        self.kind, self.place, self.device = _kind(tensors), tensors[1].data_ptr(), tensors[0].device
+        self.activation, self.spec, self.plan = activation, activation.spec, plan
+        self.calls = self.left = calls
+        self.settle = settle
+        self.state = _state()
 
     def holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
-        x, *weights = tensors
-        for weight, known in zip(weights, self.weights, strict=True):
-            if weight is not (None if known is None else known()):
-                return False
-        _, up, _, gate, *_ = tensors
+        x = tensors[0]
         return (
             type(x) is Tensor
-            and x.shape == self.shape
-            and x.dtype == self.dtype
-            and x.device == self.device
-            and (activation is self.activation or activation == self.spec or activation == self.activation)
+            and x.layout == torch.strided
             and plan is self.plan
-            and (gate is None or gate.shape == up.shape)  # a weight's data may have been replaced
-            and os.environ.get(ENVIRONMENT_VARIABLE) == self.environment
+            and (activation is self.activation or activation == self.spec or activation == self.activation)
+            and x.device == self.device
+            and tensors[1].data_ptr() == self.place
+            and _kind(tensors) == self.kind
+            and _state() == self.state
+            # Recorded for a backward, the block must be computed as it will be computed again.
+            and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+            and not torch.is_autocast_enabled(x.device.type)
             and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
         )
 
 
-_grants: dict[int, _Grant] = {}  # by the identity of `up`
+_grants: dict[tuple[int, torch.Size], _Grant] = {}  # by the identity of `up` and the shape of x
 
 
-def grant_dense(tensors: Tensors, activation: Activation, plan: Plan | None, calls: int) -> None:
+def grant_dense(
+    tensors: Tensors,
+    activation: Activation,
+    plan: Plan | None,
+    calls: int,
+    settle: Callable[[int], None],
+) -> None:
     """The next `calls` calls like this one may run dense without the backend being asked."""
-    up = tensors[1]
-    if len(_grants) >= _MOST_LAYERS and id(up) not in _grants:
-        _grants.clear()
-    _grants[id(up)] = _Grant(tensors, activation, plan, calls)
+    key = id(tensors[1]), tensors[0].shape
+    if key in _grants:
+        _end(key)
+    elif len(_grants) >= _MOST:
+        for other in list(_grants):
+            _end(other)
+    _grants[key] = _Grant(tensors, activation, plan, calls, settle)
 
 
 def granted_dense(tensors: Tensors, activation: str | Activation, plan: Plan | None) -> Tensor | None:
-    """y [..., D] as stock PyTorch computes it if this call is one of those granted, else None.
+    """y [..., D] as dense PyTorch computes it if this call is one of those granted, else None.
 
-    The call before it passed every check with the same weights, so none is repeated.
+    The call before it passed every check with operands of the same kind, so none is repeated.
     """
-    grant = _grants.get(id(tensors[1]))
-    if grant is None or grant.left == 0 or not grant.holds(tensors, activation, plan):
+    x = tensors[0]
+    key = id(tensors[1]), getattr(x, "shape", None)
+    grant = _grants.get(key)
+    if grant is None or grant.left <= 0:
+        return None
+    try:
+        if not grant.holds(tensors, activation, plan):
+            return None
+    except AttributeError:  # something that is not a tensor: `ffn` says which
         return None
     grant.left -= 1
-    x, up, down, gate, up_bias, down_bias, gate_bias = tensors
-    hidden = linear(x, up, up_bias)
-    if gate is None:
-        hidden = grant.activation(hidden)
-    else:
-        hidden = grant.activation(linear(x, gate, gate_bias)) * hidden
-    return linear(hidden, down, down_bias)
+    if grant.left <= 0:
+        _end(key)
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    y = dense_forward(FfnArgs(flat, *tensors[1:], grant.activation), record=False).y
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _end(key: tuple[int, torch.Size]) -> None:
+    grant = _grants.pop(key, None)
+    if grant is not None:
+        grant.settle(grant.calls - max(grant.left, 0))
+
+
+def _kind(tensors: Tensors) -> list:
+    """Shapes and types in turn: what makes the call as valid as the one that was checked."""
+    kind = []
+    for tensor in tensors:
+        kind += (None,) if tensor is None else (tensor.shape, tensor.dtype)
+    return kind
+
+
+def _state() -> tuple[str | None, int]:
+    return os.environ.get(ENVIRONMENT_VARIABLE), registry_version()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._checks import reject
-from .kernels.args import FfnArgs, FfnOutput
+from .kernels.args import FfnArgs, FfnOutput, Skip
 from .kernels.cpu import cpu_forward
 from .kernels.cpu_choice import sparse_can_pay
 from .kernels.cpu_weights import CpuSite
@@ -55,8 +55,8 @@ class Backend:
     refusal:     Site -> why it cannot run there, or None if it can.
     worthwhile:  Site -> whether an automatic plan should try it (it may still finish densely).
     forward:     (args, path, block_rows, record) -> FfnOutput; block_rows 0 means its default.
-    skip:        FfnArgs -> how many calls of this kind, from this one on, an automatic plan should leave to
-                 dense PyTorch. Asked before eager calls: what costs less than running the op to find out.
+    skip:        FfnArgs -> whether an automatic plan should leave this call, and how many more of its kind,
+                 to dense PyTorch. Asked before eager calls: what costs less than running the op to find out.
     backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments, built from
                  traceable ops; None means the dense backward.
     """
@@ -66,7 +66,7 @@ class Backend:
     refusal: Callable[[Site], str | None]
     forward: Forward
     worthwhile: Callable[[Site], bool] = lambda site: True
-    skip: Callable[[FfnArgs], int] | None = None
+    skip: Callable[[FfnArgs], Skip] | None = None
     backward: Backward | None = None
 
     def refuses(self, site: Site, path: str) -> str | None:
@@ -160,7 +160,7 @@ def _gpu_refusal(site: Site) -> str | None:
     return None
 
 
-def _gpu_skip(args: FfnArgs) -> int:
+def _gpu_skip(args: FfnArgs) -> Skip:
     from .kernels.gpu.choice import skips_eager_calls
 
     return skips_eager_calls(args)

@@ -15,7 +15,7 @@ from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
 from .backends import Site, get_backend
-from .kernels.args import FfnArgs, FfnOutput
+from .kernels.args import RUN, FfnArgs, FfnOutput, Skip
 from .kernels.dense import dense_forward
 from .ops import ffn_op
 from .plan import Plan, resolution_state, resolve
@@ -112,13 +112,18 @@ def run_ffn(
         dtype = torch.get_autocast_dtype(device_type)
         tensors = tuple(_autocast(tensor, dtype) for tensor in tensors)
         with torch.autocast(device_type, enabled=False):
-            return _dispatch(tensors, act, plan, record)
-    return _dispatch(tensors, act, plan, record)
+            return _dispatch(tensors, act, plan, record, lasting=False)
+    return _dispatch(tensors, act, plan, record, lasting=True)
 
 
 def _dispatch(
-    tensors: tuple[Tensor | None, ...], activation: Activation, plan: Plan | None, record: bool
+    tensors: tuple[Tensor | None, ...],
+    activation: Activation,
+    plan: Plan | None,
+    record: bool,
+    lasting: bool,
 ) -> FfnOutput:
+    """lasting: whether the weights are the caller's own, not copies made for this call."""
     x, up, down, gate, *_ = tensors
     _validate(*tensors)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -137,11 +142,11 @@ def _dispatch(
     )
     args = FfnArgs(_flat(x), *tensors[1:], activation)
     observed = _observed(tensors)
-    skipped = 0 if observed else _skipped_calls(path, backend, args)
-    if skipped or (path == "dense" and backend == "dense"):
+    skip = RUN if observed else _skip(path, backend, args)
+    if skip.dense or (path == "dense" and backend == "dense"):
         output = dense_forward(args, record)
-        if skipped > 1:
-            grant_dense(tensors, activation, plan, skipped - 1)
+        if skip.ahead and lasting and not record:
+            grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
     elif training or observed:
         y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
@@ -163,12 +168,12 @@ def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _skipped_calls(path: str, backend: str, args: FfnArgs) -> int:
-    """How many eager calls, from this one on, the backend leaves to dense PyTorch, outside the op."""
+def _skip(path: str, backend: str, args: FfnArgs) -> Skip:
+    """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
     if path != "auto":
-        return 0
+        return RUN
     skip = get_backend(backend).skip
-    return 0 if skip is None else skip(args)
+    return RUN if skip is None else skip(args)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -88,15 +88,14 @@ class SparseMLP(nn.Module):
         """x [..., D] -> [..., D]."""
         if not self._projections_are_plain():
             return self._forward_through_modules(x)
-        # Attributes of a module are slow to find, and few tokens take a GPU no longer than that.
         modules = self._modules
-        gate, up, down = (
-            modules.get("gate_proj"),
-            modules["up_proj"]._parameters,
-            modules["down_proj"]._parameters,
-        )
-        gate = _NO_GATE if gate is None else gate._parameters
-        tensors = (x, up["weight"], down["weight"], gate["weight"], up["bias"], down["bias"], gate["bias"])
+        gate, up, down = modules.get("gate_proj"), modules["up_proj"], modules["down_proj"]
+        gate_weight, gate_bias = (None, None) if gate is None else _weight_and_bias(gate)
+        up_weight, up_bias = _weight_and_bias(up)
+        down_weight, down_bias = _weight_and_bias(down)
+        if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
+            reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
+        tensors = (x, up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias)
         output = run_ffn(tensors, self.activation, self.plan, self.record)
         if self.record:
             y, self.last_stats = stats_of(output, x)
@@ -139,7 +138,12 @@ class SparseMLP(nn.Module):
         return {**super().__getstate__(), "last_stats": None}
 
 
-_NO_GATE = {"weight": None, "bias": None}
+def _weight_and_bias(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """As the module's attributes; finding those takes as long as few tokens take a GPU."""
+    parameters = projection._parameters
+    if "weight" in parameters:
+        return parameters["weight"], parameters["bias"]
+    return projection.weight, projection.bias  # a replica, or FSDP1: plain tensors in place of parameters
 
 
 def _is_plain(projection: nn.Module) -> bool:

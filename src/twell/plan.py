@@ -24,7 +24,7 @@ class Plan:
                  "dense"  stock PyTorch;
                  "row"    per token, active neurons only;
                  "block"  per block of tokens, the union of their active neurons.
-    block_rows:  tokens per block of the block path; 0 leaves it to the backend.
+    block_rows:  tokens per block of the block path; 0 leaves it to the backend. On a GPU 64 or 128.
     backend:     a registered backend by name; None takes the first that can run.
     """
 
@@ -38,6 +38,8 @@ class Plan:
         if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
             reject("block_rows", repr(rows), "an integer >= 0 (0: the backend's default)")
         if self.backend is not None:
+            if not isinstance(self.backend, str):
+                reject("backend", repr(self.backend), "the name of a backend, or None")
             get_backend(self.backend)
 
     @property
@@ -56,9 +58,9 @@ class Plan:
         fields: dict[str, str | int] = {"path": path}
         for option in options:
             key, _, value = (part.strip() for part in option.partition("="))
-            if key == "backend":
+            if key == "backend" and "backend" not in fields:
                 fields["backend"] = value
-            elif key == "rows" and value.isdecimal():
+            elif key == "rows" and value.isdecimal() and "block_rows" not in fields:
                 fields["block_rows"] = int(value)
             else:
                 reject("plan", repr(text), "PATH[,rows=N][,backend=NAME]")
@@ -72,7 +74,7 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
     backend or path cannot run, the dense path does, and one log line per reason says so.
     """
     override = os.environ.get(ENVIRONMENT_VARIABLE)
-    wanted = _parse_override(override) if override else (plan or _AUTO)
+    wanted = parse_override(override) if override else (plan or _AUTO)
     if wanted.path == "dense" and wanted.backend is None:
         return _DENSE
     named = wanted.backend is not None
@@ -83,6 +85,11 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
             reasons.append(f"backend {backend.name!r}: {reason}")
         elif wanted.path == "auto" and not named and not _worth_trying(backend, site):
             chosen_dense = True
+            if site.training and backend.worthwhile(site):
+                log_once(
+                    "running dense where gradients are wanted: for inference use torch.no_grad() or "
+                    "requires_grad_(False)"
+                )
         else:
             return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
     if not chosen_dense:
@@ -90,7 +97,8 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
     return _DENSE
 
 
-def _parse_override(text: str) -> Plan:
+def parse_override(text: str) -> Plan:
+    """The plan that TWELL_PLAN names."""
     try:
         return Plan.parse(text)
     except ValueError as error:

@@ -63,14 +63,29 @@ def know(args, share):
 
 
 def test_much_work_runs_sparse_whatever_the_layer():
-    assert not choice.skips_eager_calls(call(PREFILL))
+    assert not choice.skips_eager_calls(call(PREFILL)).dense
     assert choice.choose(call(PREFILL)) == (True, None)
 
 
 @pytest.mark.parametrize("tokens", [65, 1000])
 def test_less_work_is_left_to_dense_without_the_op(tokens):
-    assert choice.skips_eager_calls(call(tokens))
+    assert choice.skips_eager_calls(call(tokens)).dense
     assert choice.choose(call(tokens)) == (False, None)
+
+
+def test_as_many_calls_are_left_to_dense_as_come_before_the_next_reading():
+    args = call(1)
+    for number in range(1, 5):
+        assert choice.skips_eager_calls(args).dense == (number == 3)
+        choice.choose(args) if number != 3 else None
+    skip = choice.skips_eager_calls(args)  # the fifth; the eighth is a reading
+    assert skip[:2] == (True, 2)
+    skip.settle(2)
+    assert not choice.skips_eager_calls(args).dense
+    unknown = choice.skips_eager_calls(call(256))
+    assert unknown.dense
+    assert unknown.ahead > 1
+    unknown.settle(unknown.ahead)
 
 
 def test_few_tokens_eager_take_readings_and_else_run_dense():
@@ -78,7 +93,7 @@ def test_few_tokens_eager_take_readings_and_else_run_dense():
     key = choice.layer_key(args)
     seen = []
     for _ in range(4):
-        skipped = choice.skips_eager_calls(args)
+        skipped = choice.skips_eager_calls(args).dense
         seen.append("dense" if skipped else choice.choose(args))
     assert seen == [(True, key), (True, key), "dense", (True, key)]
 
@@ -86,12 +101,12 @@ def test_few_tokens_eager_take_readings_and_else_run_dense():
 @pytest.mark.parametrize(("share", "sparse"), [(0.1, True), (0.9, False)])
 def test_in_between_a_graph_may_be_sparse_and_an_eager_call_reads_for_it(device, share, sparse):
     args = call(BETWEEN)
-    assert not choice.skips_eager_calls(args)
+    assert not choice.skips_eager_calls(args).dense
     assert choice.choose(args) == (True, choice.layer_key(args))
     know(args, share)
-    assert not choice.skips_eager_calls(args)  # the second reading
+    assert not choice.skips_eager_calls(args).dense  # the second reading
     assert choice.choose(args) == (True, choice.layer_key(args))
-    assert choice.skips_eager_calls(args)
+    assert choice.skips_eager_calls(args).dense
     device.capturing = True
     assert choice.choose(args) == (sparse, None)
 
@@ -109,7 +124,7 @@ def test_a_capture_goes_by_what_is_known(device, share, sparse):
     if share is not None:
         know(args, share)
     device.capturing = True
-    assert not choice.skips_eager_calls(args)
+    assert not choice.skips_eager_calls(args).dense
     assert choice.choose(args) == (sparse, None)
 
 
@@ -129,7 +144,7 @@ def test_token_counts_of_one_power_of_two_share_a_layer(device):
 
 def test_stock_down_runs_dense_for_few_tokens_and_says_so(caplog, monkeypatch):
     monkeypatch.setattr("twell._log._logged", set())
-    assert choice.skips_eager_calls(call(1, neuron_major=False))
+    assert choice.skips_eager_calls(call(1, neuron_major=False)).dense
     assert "not neuron-major" in caplog.text
     assert choice.choose(call(1, neuron_major=False)) == (False, None)
     assert choice.choose(call(PREFILL, neuron_major=False)) == (True, None)
@@ -142,7 +157,7 @@ def test_what_was_not_measured_runs_dense(device):
         for tokens in (1, 100, 10**5):
             assert choice.choose(call(tokens)) == (False, None)
     device.capturing = False
-    assert choice.skips_eager_calls(call(1))
+    assert choice.skips_eager_calls(call(1)).dense
 
 
 def test_a_small_block_of_many_tokens_was_not_measured(device):
@@ -156,7 +171,7 @@ def test_a_small_block_of_many_tokens_was_not_measured(device):
 
     args = call(PREFILL, gate=Small())
     know(args, 0.01)
-    assert choice.skips_eager_calls(args)
+    assert choice.skips_eager_calls(args).dense
     device.capturing = True
     assert choice.choose(args) == (False, None)
 
@@ -178,5 +193,5 @@ def test_a_block_without_a_gate_needs_to_be_sparse():
     key = choice.layer_key(args)
     assert choice.choose(args) == (True, key)
     know(args, 0.9)
-    monitor._layer(key).calls = 2
+    monitor._layer(key).next = 100
     assert choice.choose(args) == (False, None)

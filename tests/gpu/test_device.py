@@ -105,8 +105,8 @@ def test_variants(rows, dtype, gated, activation):
 
 @pytest.mark.parametrize(
     ("hidden", "neurons"),
-    [(896, 1000), (2048, 5632), (2560, 9216), (4096, 14336)],
-    ids=["odd", "one tile each", "several tiles each", "x does not stay"],
+    [(896, 1000), (2048, 5632), (2560, 9216), (4096, 14336), (5888, 1024), (512, 26000)],
+    ids=["odd", "one tile each", "two tiles each", "x stays of 16", "x does not stay", "four tiles each"],
 )
 def test_few_tokens(hidden, neurons):
     """Counts at and beside the borders of what the decode kernels take together; from none to all active."""

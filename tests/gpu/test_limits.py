@@ -26,6 +26,9 @@ def test_built_in_limits_take_the_nearest_smaller_count():
     assert limits.share_limit("any", True, SHAPE, 1) == table[1]
     assert limits.share_limit("any", True, SHAPE, 5) == table[1]
     assert limits.share_limit("any", True, SHAPE, 40) == table[33]
+    for hidden in (512, 8192):
+        assert limits.share_limit("any", True, limits.Shape(hidden, 8192, True), 8) == 0.0  # not measured
+        assert limits.share_limit("any", True, limits.Shape(hidden, 8192, True), 8192) == 1.0
     wide = limits.Shape(4096, 11008, True)
     assert limits.share_limit("any", True, wide, 40) == limits._HOPPER_WIDE[33] < table[33]
     assert limits.share_limit("any", True, SHAPE, 65) == 0.0
@@ -41,7 +44,7 @@ def test_tuned_limits_win_for_their_shape_and_survive_the_process():
     assert limits.share_limit("Some GPU", True, SHAPE, 63) == 0.25
     assert limits.share_limit("Some GPU", True, SHAPE, 64) == 0.5
     assert limits.share_limit("Some GPU", True, plain, 64) == 0.125
-    assert limits.share_limit("Some GPU", True, limits.Shape(8, 8, True), 1) == limits._HOPPER[1]
+    assert limits.share_limit("Some GPU", True, limits.Shape(1024, 4096, True), 1) == limits._HOPPER[1]
     assert limits.share_limit("Other GPU", True, SHAPE, 10**6) == 1.0
 
 

@@ -94,15 +94,37 @@ def test_layers_are_bounded(monkeypatch):
     assert list(monitor._layers) == [2, 3, 4]
 
 
-def test_calls_up_to_the_next_reading_are_granted_at_once():
+def test_calls_made_without_asking_are_counted_when_told():
     weight = torch.zeros(1)
-    read = []
-    call = 0
+    read, call = [], 0
     while call < 200:
         call += 1
         if monitor.wants_reading("layer", weight):
             monitor.takes_reading("layer", weight)
             read.append(call)
         else:
-            call += monitor.grant("layer")
+            ahead = monitor.calls_before_reading("layer")
+            monitor.count_calls("layer", ahead)
+            call += ahead
     assert read == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+
+
+def test_calls_that_were_not_made_do_not_bring_the_next_reading_nearer():
+    weight = torch.zeros(1)
+    read = []
+    for call in range(1, 200):
+        if monitor.wants_reading("layer", weight):
+            monitor.takes_reading("layer", weight)
+            read.append(call)
+        elif call % 3 == 0:
+            monitor.count_calls("layer", 0)  # granted, and none of it used
+    assert read == [1, 2, 4, 8, 16, 32, 64, 128, 192]
+
+
+def test_counting_past_a_reading_makes_it_due():
+    weight = torch.zeros(1)
+    for _ in range(3):
+        monitor.takes_reading("layer", weight)
+    monitor.count_calls("layer", 50)
+    assert monitor.takes_reading("layer", weight)
+    assert not monitor.takes_reading("layer", weight)

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..backends import Site, backend_names, get_backend
 from ..measure import hardware, versions
-from ..plan import ENVIRONMENT_VARIABLE, Plan
+from ..plan import ENVIRONMENT_VARIABLE, parse_override
 
 _EXTRAS = {
     "plot": ("matplotlib",),
@@ -43,7 +43,12 @@ def run_doctor() -> None:
 
     override = os.environ.get(ENVIRONMENT_VARIABLE)
     if override:
-        console.print(f"{ENVIRONMENT_VARIABLE} overrides every plan: {Plan.parse(override)}\n")
+        try:
+            console.print(f"{ENVIRONMENT_VARIABLE} overrides every plan: {parse_override(override)}\n")
+        except ValueError as error:
+            console.print(f"[red]{error}[/]\n")
+    if "cuda" in devices:
+        _print_pairs(console, "Where automatic plans run sparse on cuda", _limits())
 
     table = Table(title="Extras", title_justify="left")
     table.add_column("extra")
@@ -53,6 +58,17 @@ def run_doctor() -> None:
         state = f"[yellow]missing {', '.join(missing)}:[/] pip install 'twell\\[{extra}]'"
         table.add_row(extra, state if missing else "[green]installed[/]")
     console.print(table)
+
+
+def _limits() -> dict[str, str]:
+    """What automatic plans on the current GPU go by."""
+    from ..kernels.gpu.limits import cache_file, tuned_shapes
+    from ..kernels.gpu.target import target_of
+
+    target = target_of(torch.device("cuda"))
+    built_in = "measured on an H200" if target.hopper else "none: dense until `twell tune` has run"
+    tuned = ", ".join(tuned_shapes(target.name)) or "none"
+    return {"built in": built_in, "tuned shapes": tuned, "kept in": str(cache_file(target.name))}
 
 
 def _example_site(device_type: str) -> Site:

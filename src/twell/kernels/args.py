@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -33,6 +34,22 @@ class FfnArgs(NamedTuple):
     @property
     def selector_bias(self) -> Tensor | None:
         return self.up_bias if self.gate is None else self.gate_bias
+
+
+class Skip(NamedTuple):
+    """What a backend says of an eager call before it runs.
+
+    dense:   leave this call to dense PyTorch.
+    ahead:   and that many more like it, without asking again.
+    settle:  to be told how many of those were made.
+    """
+
+    dense: bool
+    ahead: int = 0
+    settle: Callable[[int], None] | None = None
+
+
+RUN = Skip(dense=False)
 
 
 class FfnOutput(NamedTuple):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 
 import torch
 
 from ..._log import log_once
-from ..args import FfnArgs
+from ..args import RUN, FfnArgs, Skip
 from . import monitor
 from .limits import Shape, share_limit
 from .operands import is_neuron_major
@@ -24,27 +25,29 @@ EAGER_OPERATIONS = 5e11
 # Inside a CUDA graph: 1,024 tokens at D 2048, H 5632. With less work sparse was seen to lose.
 GRAPH_OPERATIONS = 7e10
 
-# Calls that nobody counts; then limits are looked up again, which tuning may have changed.
-_UNREAD = 64
+# More calls that nobody counts; then limits are looked up again, which tuning may have changed.
+_UNREAD = 63
 
 # A block that is not gated has a slower down kernel: not measured with everything active.
 _PLAIN_LIMIT = 0.5
 
 
-def skips_eager_calls(args: FfnArgs) -> int:
-    """How many eager calls of this kind, this one included, are better left to dense PyTorch; often 0 or 1.
+def skips_eager_calls(args: FfnArgs) -> Skip:
+    """Whether an eager call is better left to dense PyTorch, and how many more of its kind.
 
     Readings are the exception: now and then a call of a kind that a CUDA graph may want runs sparse.
     """
     if torch.cuda.is_current_stream_capturing():
-        return 0
+        return RUN
     limit = _limit(args)
     if limit <= 0:
-        return _UNREAD
+        return Skip(True, _UNREAD, lambda calls: None)
     if _pays_eagerly(args):
-        return 0
+        return RUN
     key = layer_key(args)
-    return 0 if monitor.wants_reading(key, args.selector) else 1 + monitor.grant(key)
+    if monitor.wants_reading(key, args.selector):
+        return RUN
+    return Skip(True, monitor.calls_before_reading(key), partial(monitor.count_calls, key))
 
 
 def choose(args: FfnArgs) -> tuple[bool, Hashable | None]:
@@ -99,4 +102,9 @@ def _limit(args: FfnArgs) -> float:
     much = _operations(args) >= GRAPH_OPERATIONS
     measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or much)
     limit = share_limit(target.name, measured, Shape(hidden, neurons, gated), tokens)
+    if limit <= 0 and not target.hopper:
+        log_once(
+            f"running dense on {target.name}: where sparse pays there is not known; "
+            f"`twell tune --hidden {hidden} --neurons {neurons}` measures it"
+        )
     return limit if gated else min(limit, _PLAIN_LIMIT)

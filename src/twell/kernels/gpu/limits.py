@@ -1,8 +1,9 @@
 """Up to which share of active neurons the sparse kernels beat dense, by number of tokens.
 
 The share is that of the union: neurons that any token of a block activates. Built-in limits were measured
-on an H200 (bf16, three shapes, time on the device); `twell tune` measures the device at hand and stores
-its own in the cache directory, by GPU, version and shape. GPUs that are neither Hopper nor tuned run dense.
+on an H200 (bf16, time on the device; few tokens at four shapes, 1,024 to 8,191 at D 2048, H 5632 only);
+`twell tune` measures the device at hand and stores its own in the cache directory, by GPU, version and
+shape. GPUs that are neither Hopper nor tuned run dense.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ _MANY = {65: 0.0, 1024: 0.25, 2048: 0.6, 4096: 0.8, 8192: 1.0}
 _HOPPER = {1: 0.5, 33: 0.25, **_MANY}
 _HOPPER_WIDE = {1: 0.4, 17: 0.15, 33: 0.08, **_MANY}
 _WIDE = 2048  # features that are not yet wide
+_FEW_MEASURED = range(
+    1024, 5633
+)  # features for which few tokens were: beyond, x of 16 tokens does not fit either
+_HOPPER_UNKNOWN = {1: 0.0, **_MANY}
 # Elsewhere nothing has been measured: dense, until `twell tune` has.
 _OTHER = {1: 0.0}
 
@@ -47,10 +52,16 @@ def share_limit(gpu: str, measured: bool, shape: Shape, tokens: int) -> float:
     measured: whether the built-in limits of Hopper apply where nothing was tuned; else dense.
     Limits tuned for another shape are not used.
     """
-    built_in = _OTHER if not measured else _HOPPER if shape.hidden <= _WIDE else _HOPPER_WIDE
+    built_in = _built_in(shape.hidden) if measured else _OTHER
     table = _tuned(gpu).get(shape.name) or built_in
     known = [count for count in table if count <= max(tokens, min(table))]
     return table[max(known)]
+
+
+def _built_in(hidden: int) -> dict[int, float]:
+    if hidden not in _FEW_MEASURED:
+        return _HOPPER_UNKNOWN
+    return _HOPPER if hidden <= _WIDE else _HOPPER_WIDE
 
 
 def cache_file(gpu: str) -> Path | None:
@@ -76,6 +87,11 @@ def store(gpu: str, shape: Shape, limits: dict[int, float]) -> Path | None:
         written.replace(path)
         _tuned.cache_clear()
     return path
+
+
+def tuned_shapes(gpu: str) -> list[str]:
+    """The shapes that `twell tune` has measured on a GPU."""
+    return sorted(_tuned(gpu))
 
 
 @lru_cache(maxsize=16)

@@ -22,12 +22,14 @@ _RESTLESS = 4  # times that every call brought a new tensor: casts of weights do
 
 
 class _Layer:
-    """share: last reading. calls: since the owner came. pending: (counts on the host, their maximum)."""
+    """share: last reading. calls: since the owner came; after `next` of them a reading is due.
+    pending: (counts on the host, their maximum)."""
 
     def __init__(self) -> None:
         self.share: float | None = None
         self.owner: weakref.ref[Tensor] | None = None
         self.calls = 0
+        self.next = 1
         self.restless = 0
         self.due = False
         self.pending: tuple[Tensor, int] | None = None
@@ -73,25 +75,25 @@ def wants_reading(key: Hashable, weight: Tensor) -> bool:
     layer = _layer(key)
     if (layer.owner is None or layer.owner() is not weight) and layer.restless < _RESTLESS:
         layer.restless += layer.calls == 1
-        layer.owner, layer.calls, layer.share = weakref.ref(weight), 0, None
+        layer.owner, layer.calls, layer.next, layer.share = weakref.ref(weight), 0, 1, None
         layer.pending = None
     layer.calls += 1
-    calls = layer.calls
-    if calls % _LOOK_AGAIN == 0 or (calls < _LOOK_AGAIN and calls & (calls - 1) == 0):
+    if layer.calls >= layer.next:
+        layer.next = min(2 * layer.calls, (layer.calls // _LOOK_AGAIN + 1) * _LOOK_AGAIN)
         known_share(key)  # a reading that has arrived makes room for the next
         layer.due = layer.pending is None
     return layer.due
 
 
-def grant(key: Hashable) -> int:
-    """Count all calls up to the next reading at once; how many they are."""
+def calls_before_reading(key: Hashable) -> int:
+    """How many more calls come before the next reading is due."""
     layer = _layer(key)
-    calls = layer.calls
-    following = (
-        1 << calls.bit_length() if calls < _LOOK_AGAIN // 2 else (calls // _LOOK_AGAIN + 1) * _LOOK_AGAIN
-    )
-    layer.calls = following - 1
-    return layer.calls - calls
+    return max(layer.next - layer.calls - 1, 0)
+
+
+def count_calls(key: Hashable, calls: int) -> None:
+    """Calls that were made without asking `wants_reading`."""
+    _layer(key).calls += calls
 
 
 def takes_reading(key: Hashable, weight: Tensor) -> bool:
