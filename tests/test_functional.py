@@ -78,6 +78,7 @@ class TestGradients:
     @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.3)"])
     @pytest.mark.parametrize("gated", [True, False])
     def test_gradcheck(self, plan, activation, gated):
+        torch.manual_seed(0)  # an unlucky bias puts a pre-activation within a difference quotient of the kink
         x, up, down, gate = operands(tokens=3, hidden=8, neurons=16, gated=gated, dtype=torch.float64)
         biases = [torch.randn(16).double(), torch.randn(8).double(), torch.randn(16).double()]
         tensors = [x, up, down, *([gate] if gated else []), *(biases if gated else biases[:2])]
