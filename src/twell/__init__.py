@@ -5,6 +5,7 @@ mlp = twell.SparseMLP(1024, 4096)         the same as a module, Llama's paramete
 twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation matrix
 """
 
+from ._ran import Ran, recorded_paths
 from ._version import __version__
 from .activations import Activation, fatrelu
 from .backends import Backend, Site, backend_names, register_backend, unregister_backend
@@ -21,6 +22,7 @@ __all__ = [
     "Hybrid",
     "HybridTransposed",
     "Plan",
+    "Ran",
     "Site",
     "SparseMLP",
     "TwELL",
@@ -29,6 +31,7 @@ __all__ = [
     "fatrelu",
     "ffn",
     "ffn_with_stats",
+    "recorded_paths",
     "register_backend",
     "unregister_backend",
 ]

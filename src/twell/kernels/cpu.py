@@ -18,6 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .._ran import note_path
 from . import cpu_choice
 from .args import FfnArgs, FfnOutput
 from .cpu_paths import Stats, finish_block, finish_dense, finish_row, finish_single_row
@@ -59,7 +60,9 @@ def _single_token(x: Tensor, path: str, weights: WeightViews, stats: Stats | Non
     neurons = activated[0].nonzero().squeeze(1)
     density = neurons.numel() / max(activated.shape[1], 1)
     if path == "auto" and not cpu_choice.row_wins(neurons.numel(), density, weights.site):
+        note_path("dense", x, weights.site.neurons)
         return finish_dense(x, activated, weights, stats)
+    note_path("row", x, weights.site.neurons)
     return finish_single_row(x, activated, neurons, weights, stats)
 
 
@@ -77,6 +80,7 @@ def _chunks(x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: 
             count = int(torch.count_nonzero(active))
         if path == "auto":
             chosen = cpu_choice.choose(active, count, block_rows, weights.site)
+        note_path(chosen, part, weights.site.neurons)
         if chosen == "row":
             out.copy_(finish_row(part, activated, active, count, weights, stats))
         elif chosen == "block":

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .._ran import note_path
 from .args import FfnArgs, FfnOutput
 from .cpu_down import reads_badly, sum_all_rows
 
@@ -14,6 +15,7 @@ _FEW_TOKENS = 16  # more are faster through one copy of the weights (7 ms at H 4
 
 def dense_forward(args: FfnArgs, record: bool) -> FfnOutput:
     """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable)."""
+    note_path("dense", args.x, args.up.shape[0])
     activated, hidden = _hidden(args)
     y = _project_down(hidden, args.down, args.down_bias)
     if not record:

@@ -6,6 +6,7 @@ import torch
 
 from ..._checks import reject
 from ..._log import log_once
+from ..._ran import note_path
 from ..args import FfnArgs, FfnOutput
 from ..dense import dense_forward
 from . import monitor
@@ -58,7 +59,9 @@ def _auto(args: FfnArgs, block_rows: int, record: bool) -> FfnOutput:
 
 def _block(args: FfnArgs, block_rows: int, record: bool, reading_key) -> FfnOutput:
     operands = prepare(args)
-    if operands.tokens <= FEW_TOKENS and not record and block_rows == 0:
+    few = operands.tokens <= FEW_TOKENS and not record and block_rows == 0
+    note_path("few" if few else "block", args.x, operands.neurons)
+    if few:
         y, counts, slots = run_few(operands)
         recorded = None
     else:
@@ -82,4 +85,5 @@ def _row(args: FfnArgs, record: bool) -> FfnOutput:
     if reason is not None:
         log_once(f"running the block path instead of 'row': {reason}")
         return _block(args, 0, record, None)
+    note_path("row", args.x, args.up.shape[0])
     return FfnOutput(run_rows(prepare(args)))

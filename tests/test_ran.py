@@ -1,0 +1,49 @@
+"""Which paths ran is told to those who ask, and only while they ask."""
+
+from __future__ import annotations
+
+import torch
+
+from twell import Plan, Ran, SparseMLP, _ran, ffn, recorded_paths
+from twell.synthetic import make_ffn
+
+
+def test_every_path_is_told():
+    operands = make_ffn(6, 16, 32, 4).operands()
+    with recorded_paths() as ran:
+        for path in ("dense", "row", "block"):
+            ffn(*operands, plan=Plan(path=path))
+        ffn(operands[0][:1], *operands[1:], plan=Plan(path="row"))
+    assert ran == [
+        Ran("dense", "cpu", 6, 16, 32),
+        Ran("row", "cpu", 6, 16, 32),
+        Ran("block", "cpu", 6, 16, 32),
+        Ran("row", "cpu", 1, 16, 32),
+    ]
+
+
+def test_automatic_plans_tell_what_they_chose():
+    mlp = SparseMLP(16, 32)
+    x = torch.randn(2, 3, 16)
+    with recorded_paths() as ran:
+        mlp(x).sum().backward()  # gradients: dense
+    assert ran == [Ran("dense", "cpu", 6, 16, 32)]
+
+
+def test_listeners_are_independent_and_leave():
+    operands = make_ffn(2, 16, 32, 4).operands()
+    with recorded_paths() as outer:
+        with recorded_paths() as inner:
+            ffn(*operands)
+        ffn(*operands)
+    ffn(*operands)
+    assert (len(inner), len(outer)) == (1, 2)
+    assert not _ran._listeners
+
+
+def test_compiled_code_is_not_disturbed():
+    operands = make_ffn(4, 16, 32, 4).operands()
+    compiled = torch.compile(lambda *tensors: ffn(*tensors), fullgraph=True, backend="eager")
+    before = compiled(*operands)
+    with recorded_paths():
+        assert torch.equal(compiled(*operands), before)
