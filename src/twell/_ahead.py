@@ -47,11 +47,12 @@ class _Grant:
         return (
             type(x) is Tensor
             and x.layout == torch.strided
+            and not torch._C._are_functorch_transforms_active()  # wrapped tensors have no address
             and plan is self.plan
             and (activation is self.activation or activation == self.spec or activation == self.activation)
             and x.device == self.device
-            and tensors[1].data_ptr() == self.place
             and _kind(tensors) == self.kind
+            and tensors[1].data_ptr() == self.place
             and _state() == self.state
             # Recorded for a backward, the block must be computed as it will be computed again.
             and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))

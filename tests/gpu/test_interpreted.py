@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell import Plan, ffn, ffn_with_stats, reference
+from twell import Plan, ffn, ffn_with_stats, recorded_paths, reference
 from twell.synthetic import make_ffn
 
 from ..accuracy import assert_accurate, stock_dense
@@ -144,3 +144,19 @@ def test_block_rows_that_no_kernel_takes(interpreted, rows):
     tensors, _ = block(4)
     with pytest.raises(ValueError, match=f"block_rows: got {rows}; accepted: one of"):
         ffn(*tensors, plan=Plan(path="block", block_rows=rows, backend=interpreted))
+
+
+@pytest.mark.parametrize("limit", [NEURONS * HIDDEN, NEURONS * 128])
+def test_what_32_bits_cannot_index_runs_dense_and_says_so(interpreted, limit, monkeypatch, caplog):
+    """The weights, or the rows of a block: whichever is larger decides."""
+    from twell.kernels.gpu import forward
+
+    monkeypatch.setattr("twell._log._logged", set())
+    tensors, _ = block(5)
+    plan = Plan(path="block", backend=interpreted)
+    for allowed, path in ((limit, "dense"), (NEURONS * 128 + 1, "few")):
+        monkeypatch.setattr(forward, "_INDEX_LIMIT", allowed)
+        with recorded_paths() as ran:
+            ffn(*tensors, plan=plan)
+        assert [piece.path for piece in ran] == [path]
+    assert "32-bit" in caplog.text

@@ -14,10 +14,11 @@ from .blocks import run_blocks
 from .choice import FEW_TOKENS, choose, layer_key
 from .few_tokens import run_few
 from .operands import prepare
+from .tiles import DEFAULT_ROWS
 
 _BLOCK_ROWS = (0, 64, 128)
 _INTERPRETED_ROWS = (0, 16, 32, 64, 128)  # small blocks keep interpreted tests short
-_INDEX_LIMIT = 2**31  # kernels index weights with 32 bits
+_INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 
 
 def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:
@@ -33,8 +34,9 @@ def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
     tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
     if min(tokens, neurons, outputs) == 0:
         return dense_forward(args, record)
-    if neurons * max(outputs, args.x.shape[1]) >= _INDEX_LIMIT:
-        log_once(f"running dense: H x D = {neurons} x {max(outputs, args.x.shape[1])} passes 32-bit indices")
+    wide = max(outputs, args.x.shape[1])
+    if max(neurons * wide, max(neurons, wide) * DEFAULT_ROWS) >= _INDEX_LIMIT:
+        log_once(f"running dense: H x D = {neurons} x {wide} passes 32-bit indices")
         return dense_forward(args, record)
     if path == "dense":
         return dense_forward(args, record)

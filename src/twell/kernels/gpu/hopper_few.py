@@ -60,7 +60,7 @@ def hopper_few_tiles(target: Target, tokens: int, features: int, outputs: int) -
     rows = max(16, power_of_two(tokens))
     gathered = 8 if rows == 16 else 16
     steps = cdiv(features, _DEPTH)
-    steps = cdiv(steps * _DEPTH // 64, _WARPS) * _WARPS * 64 // _DEPTH
+    steps = cdiv(steps * _DEPTH // 64, _WARPS) * _WARPS * 64 // _DEPTH  # equal shares of 64 for every warp
     left = target.shared_memory - rows * steps * _DEPTH * 2 - 4 * _WARPS * rows * gathered - 1024
     stages = min(_MOST_STAGES, left // _STAGE_BYTES)
     if stages < _FEWEST_STAGES:
