@@ -45,7 +45,7 @@ class BlockStages:
             self.target, operands.x.dtype, operands.tokens, operands.neurons, rows
         )
         self.hopper = _hopper_fits(operands, self.target, self.tiles)
-        self.chunk = 256 if self.hopper else self.tiles.up_chunk
+        self.chunk = 128 if self.hopper else self.tiles.up_chunk
         self.chunks = cdiv(operands.neurons, self.chunk)
         self.workspace = self._allocate(tokens)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _DEPTH = 64
 _SELECT_TILE = 256 * 128  # neurons x tokens
-_SELECT_STAGES, _UP_STAGES = 4, 4
+_SELECT_STAGES, _UP_STAGES = 4, 6
 _DOWN_STAGES = 3  # what fits beside its output tile
 _DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
