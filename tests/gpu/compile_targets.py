@@ -157,7 +157,7 @@ def hopper():
         sources = {"x_desc": descriptor(2 * rows, 64), "w_desc": descriptor(16384 // rows, 64)}
         kernel = compiled(hopper_select.select_blocks_hopper, constants, sources, 90, **options)
         yield f"select_blocks_hopper {name}", kernel
-        constants = {"CHUNK": 256, "W_LAYOUT": layout(256, 64), "HAS_BIAS": bias, "STAGES": 4}
+        constants = {"CHUNK": 128, "W_LAYOUT": layout(128, 64), "HAS_BIAS": bias, "STAGES": 6}
         sources = {"x_desc": descriptor(rows, 64)}
         yield (
             f"up_blocks_hopper {name}",
@@ -170,18 +170,19 @@ def hopper():
             f"down_blocks_hopper bias={bias}",
             compiled(hopper_down.down_blocks_hopper, constants, sources, 90, **options),
         )
-    for tokens, bias in ((1, False), (32, True), (64, False)):
-        few_ = hopper_few_tiles(target, tokens, 2048, 2048)
+    for tokens, features, bias in ((1, 2048, False), (32, 2048, True), (32, 4096, True), (64, 2048, False)):
+        few_ = hopper_few_tiles(target, tokens, features, features)
         constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "GATED": True, "SQUARE": bias}
         constants |= {"X_TILES": few_.x_tiles, "GATHERED": few_.gathered, "STAGES": few_.stages}
+        constants["RESIDENT"] = few_.resident
         sources = {name: descriptor(64, 128) for name in ("select_desc", "up_desc")}
         sources["x_desc"] = descriptor(few_.rows, 128)
         kernel = compiled(hopper_few_select.few_select_up_hopper, constants, sources, 90, **options)
-        yield f"few_select_up_hopper tokens={tokens} bias={bias}", kernel
+        yield f"few_select_up_hopper tokens={tokens} features={features} bias={bias}", kernel
         constants = {"HAS_BIAS": bias, "ROWS": few_.rows, "PART": few_.part, "WIDTH": few_.width}
         constants |= {"TILES": few_.side}
         kernel = compiled(hopper_few_down.few_down_hopper, constants, {}, 90, gluon=True, num_warps=8)
-        yield f"few_down_hopper tokens={tokens} bias={bias}", kernel
+        yield f"few_down_hopper tokens={tokens} features={features} bias={bias}", kernel
 
 
 def main(target: str) -> None:

@@ -31,18 +31,19 @@ _TILE = 64
 _WARPS, _DOWN_WARPS = 4, 8
 _DEPTH = 128  # few large steps: every stage costs 50 ns of setting up its barriers
 _STAGE_BYTES = _TILE * _DEPTH * 2
-_MOST_STAGES, _FEWEST_STAGES = 7, 3
+_MOST_STAGES, _FEWEST_STAGES = 6, 3
 
 
 @dataclass(frozen=True)
 class HopperFewTiles:
-    """rows: tokens, rounded up; x_tiles, gathered, stages of the first kernel; of the second: part and width
-    (tokens and outputs per program), side (tiles that a warp takes at a time)."""
+    """rows: tokens, rounded up; x_tiles, gathered, stages, resident of the first kernel; of the second: part
+    and width (tokens and outputs per program), side (tiles that a warp takes at a time)."""
 
     rows: int
     x_tiles: int
     gathered: int
     stages: int
+    resident: bool
     part: int
     width: int
     side: int
@@ -53,9 +54,13 @@ def hopper_few_tiles(target: Target, tokens: int, features: int, outputs: int) -
     """H200, bf16, D 2048, H 5632, nnz 24, weights cold, CUDA graph, microseconds of both kernels (cuBLAS'
     selector alone: 8.4):
 
-    1, 8 tokens    depth 128, 7 stages 13.0, 13.5; 5 stages 13.9, 14.4; depth 64, 12 stages 13.7, 14.1
-    32 tokens      gathering 16 17.9, gathering 8 19.1
-    64 tokens      23.9, with parts of 16 tokens 26.2 (x does not fit: up is read whole)
+    1, 8 tokens    depth 128, 6 stages 13.1, 13.3; 7 stages 13.4, 13.4; depth 64, 12 stages 13.7, 14.1
+    32 tokens      gathering 16 17.6, gathering 8 19.1
+    64 tokens      23.9, with parts of 16 tokens 26.2 (x does not fit; x from L2 24.5)
+
+    Where x does not fit, D 4096 and H 11008: with 32 tokens of nnz 55 and 220, up read whole 65.5 and 71.8,
+    gathering 8 55.4 and 72.3, gathering 16 57.1 and 67.2; with 64 tokens up read whole 81.0 and 99.0,
+    gathering 8 83.3 and 100.1.
     """
     rows = max(16, power_of_two(tokens))
     gathered = 8 if rows == 16 else 16
@@ -63,10 +68,11 @@ def hopper_few_tiles(target: Target, tokens: int, features: int, outputs: int) -
     steps = cdiv(steps * _DEPTH // 64, _WARPS) * _WARPS * 64 // _DEPTH  # equal shares of 64 for every warp
     left = target.shared_memory - rows * steps * _DEPTH * 2 - 4 * _WARPS * rows * gathered - 1024
     stages = min(_MOST_STAGES, left // _STAGE_BYTES)
-    if stages < _FEWEST_STAGES:
-        gathered = 0
-        most = (target.shared_memory - 1024) // (_STAGE_BYTES + rows * _DEPTH * 2)
-        steps = stages = min(_MOST_STAGES - 1, most)
+    resident = stages >= _FEWEST_STAGES
+    if not resident:
+        gathered = 16 if rows == 32 else 0
+        left = target.shared_memory - 4 * _WARPS * rows * gathered - 1024
+        steps = stages = min(_MOST_STAGES, left // (_STAGE_BYTES + rows * _DEPTH * 2))
     # One program of the down projection for each processor, as far as that goes.
     if rows == 16:
         fitting = [width for width in (16, 32) if cdiv(outputs, width) <= target.processors]
@@ -76,7 +82,7 @@ def hopper_few_tiles(target: Target, tokens: int, features: int, outputs: int) -
         width = 32
         spare = rows == 32 and 2 * cdiv(outputs, width) <= target.processors
         part, side = (16, 16) if spare else (32, 8)
-    return HopperFewTiles(rows, steps, gathered, stages, part, width, side)
+    return HopperFewTiles(rows, steps, gathered, stages, resident, part, width, side)
 
 
 def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
@@ -91,6 +97,7 @@ def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
     y = new(operands.tokens, operands.outputs)
     select = describe(operands.select, [_TILE, _DEPTH])
     few_select_up_hopper[(min(target.processors, count),)](
+        operands.x,
         describe(operands.x, [tiles.rows, _DEPTH]),
         select,
         select if operands.up is None else describe(operands.up, [_TILE, _DEPTH]),
@@ -111,6 +118,7 @@ def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
         X_TILES=tiles.x_tiles,
         GATHERED=tiles.gathered,
         STAGES=tiles.stages,
+        RESIDENT=tiles.resident,
         num_warps=_WARPS,
     )
     few_down_hopper[(cdiv(operands.outputs, tiles.width), cdiv(operands.tokens, tiles.part))](

@@ -2,7 +2,7 @@
 
 Per tile of 64 neurons a producer warp streams the selector's rows by TMA and a warpgroup multiplies them.
 Then up, for the neurons that a token activates: a few are gathered straight into the registers of tensor-core
-operands, more come the way the selector did.
+operands (x from shared memory where all of it fits, else from L2), more come the way the selector did.
 """
 
 from __future__ import annotations
@@ -52,10 +52,20 @@ def _send(w_desc, x_desc, rings, tile, step, span, WITH_X: gl.constexpr, RESIDEN
 
 
 @gluon.jit
-def _produce(weights, x_desc, counts, rings, decided, H, span, GATED: gl.constexpr, GATHERED: gl.constexpr):
-    select_desc, up_desc, _up, _select_bias, _up_bias = weights
+def _produce(
+    weights,
+    x_desc,
+    counts,
+    rings,
+    decided,
+    H,
+    span,
+    GATED: gl.constexpr,
+    GATHERED: gl.constexpr,
+    RESIDENT: gl.constexpr,
+):
+    select_desc, up_desc, _up, _select_bias, _up_bias, _x = weights
     NEURONS: gl.constexpr = select_desc.block_shape[0]
-    RESIDENT: gl.constexpr = GATHERED > 0
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(H, NEURONS), gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
@@ -109,18 +119,18 @@ def _consume(
     GATED: gl.constexpr,
     SQUARE: gl.constexpr,
     GATHERED: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):
-    _select_desc, _up_desc, _up, select_bias, up_bias = weights
+    _select_desc, _up_desc, _up, select_bias, up_bias, _x = weights
     values, neurons, counts = target
     M, H, _D, span = sizes
     x_ring, w_ring, _ready, _free = rings
     DTYPE: gl.constexpr = values.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
-    RESIDENT: gl.constexpr = GATHERED > 0
     NEURONS: gl.constexpr = w_ring.shape[1]
     ROWS: gl.constexpr = x_ring.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPS // 4], [16, ROWS * 4 // WARPS, 16])
-    # Every warp holds all neurons of the tile: ranks need no exchange between warps.
+    # Every warp holds all neurons of the tile, a lane two of them: ranks need no exchange between warps.
     FLAT: gl.constexpr = gl.BlockedLayout([NEURONS // 32], [32], [WARPS], [0])
     across = gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
     token = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
@@ -140,8 +150,8 @@ def _consume(
         rank = gl.associative_scan(live, 0, add)
         count = gl.sum(live, 0)
         gl.store(counts + tile, count)
-        slot = rank - 1
-        gl.store(neurons + _cell(slot, tile, tiles, 1), neuron, mask=live > 0)
+        slot = gl.where(live > 0, rank - 1, -1)
+        gl.store(neurons + _cell(slot, tile, tiles, 1), neuron, mask=slot >= 0)
         if GATED:
             thread_barrier()  # the producer reads the count
             mbarrier.arrive(decided, count=1)
@@ -153,58 +163,99 @@ def _consume(
                 value = gl.where(value == 0.0, 0.0, value * factor.to(DTYPE).to(gl.float32))
         if count > 0:
             place = gl.convert_layout(slot, gl.SliceLayout(1, ACC))
-            kept = gl.convert_layout(live, gl.SliceLayout(1, ACC)) > 0
             cell = values + _cell(place, tile, tiles, ROWS)[:, None] + token[None, :] * 8
-            gl.store(cell, value.to(DTYPE), mask=kept[:, None] & (token < M)[None, :])
-            if GATED and RESIDENT:  # noqa: SIM102 - decided by the compiler, the next when it runs
+            gl.store(cell, value.to(DTYPE), mask=(place >= 0)[:, None] & (token < M)[None, :])
+            if GATED and GATHERED > 0:  # noqa: SIM102 - decided by the compiler, the next when it runs
                 if count <= GATHERED:
-                    thread_barrier()  # neurons and gates are read by other threads than wrote them
-                    _gather_up(weights, target, x_ring, tile, tiles, count, sizes, HAS_UP_BIAS, GATHERED)
+                    found = (slot, neuron, tile, tiles, count)
+                    _gather_up(weights, target, x_ring, found, sizes, HAS_UP_BIAS, GATHERED, RESIDENT)
+
+
+@gluon.jit
+def _listed(slot, neuron, GATHERED: gl.constexpr):
+    """int32 [GATHERED]: the neurons of slots 0, 1, ... from each neuron's slot, by comparing all with all.
+
+    A list in memory would take a store, a barrier and a load before the first row could be asked for.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    ALL: gl.constexpr = gl.BlockedLayout([slot.shape[0] // 32, GATHERED], [32, 1], [WARPS, 1], [1, 0])
+    slot = gl.convert_layout(slot, gl.SliceLayout(1, ALL))[:, None]
+    neuron = gl.convert_layout(neuron, gl.SliceLayout(1, ALL))[:, None]
+    entry = gl.arange(0, GATHERED, gl.SliceLayout(0, ALL))[None, :]
+    return gl.sum(gl.where(slot == entry, neuron, 0), 0)
 
 
 @gluon.jit
 def _gather_up(
-    weights, target, x_ring, tile, tiles, count, sizes, HAS_BIAS: gl.constexpr, GATHERED: gl.constexpr
+    weights,
+    target,
+    x_ring,
+    found,
+    sizes,
+    HAS_BIAS: gl.constexpr,
+    GATHERED: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):
     """Gates in `values` become hidden activations of at most GATHERED neurons; warps split the depth."""
-    _select_desc, _up_desc, up, _select_bias, bias = weights
-    values, neurons, _counts = target
+    _select_desc, _up_desc, up, _select_bias, bias, x = weights
+    values, _neurons, _counts = target
+    slots, neurons, tile, tiles, count = found
     M, _H, D, _span = sizes
     DTYPE: gl.constexpr = values.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = x_ring.shape[1]
     DEPTH: gl.constexpr = 64  # the width of TMA's swizzle
-    PIECES: gl.constexpr = x_ring.shape[0] * x_ring.shape[2] // DEPTH // WARPS
+    STEP: gl.constexpr = WARPS * DEPTH
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     SUM: gl.constexpr = gl.SliceLayout(0, summed_layout(WARPS, GATHERED))
     # 8 neighbours in depth for each lane: both operands permute depth alike, and weights load 16 bytes.
     X: gl.constexpr = gl.DotOperandLayout(0, MMA, 8)
     W: gl.constexpr = gl.DotOperandLayout(1, MMA, 8)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, W)))[:, None, None]
-    depth = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(2, W)))[None, :, None]
-    slot = gl.arange(0, GATHERED, gl.SliceLayout(0, gl.SliceLayout(1, W)))
-    listed = slot < count
-    neuron = gl.load(neurons + _cell(slot, tile, tiles, 1), mask=listed, other=0)
-    source = up + (neuron * D)[None, None, :] + warp * DEPTH + depth
-    # All rows are asked for before any is used.
-    pieces = ()
-    for piece in gl.static_range(PIECES):
-        inside = listed[None, None, :] & (piece * WARPS * DEPTH + warp * DEPTH + depth < D)
-        pieces = pieces + (gl.load(source + piece * WARPS * DEPTH, mask=inside, other=0.0),)
+    depth = warp * DEPTH + gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(2, W)))[None, :, None]
+    listed = _listed(slots, neurons, GATHERED)
+    neuron = gl.convert_layout(listed, gl.SliceLayout(0, gl.SliceLayout(1, W)))
+    wanted = (gl.arange(0, GATHERED, gl.SliceLayout(0, gl.SliceLayout(1, W))) < count)[None, None, :]
+    source = up + (neuron * D)[None, None, :] + depth
     entry = gl.arange(0, GATHERED, gl.SliceLayout(0, SUM))
     token = gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
     cell = values + _cell(entry, tile, tiles, ROWS)[None, :] + token[:, None] * 8
     inside = (entry < count)[None, :] & (token < M)[:, None]
-    gate = gl.load(cell, mask=inside, other=0.0).to(gl.float32)
-    # TMA's swizzle, said in a way that lets every warp load its own step of depth.
-    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    x_all = reinterpret(x_ring, x_ring.dtype, [PIECES, WARPS, ROWS, DEPTH], SWIZZLED)
     acc = gl.zeros([WARPS, ROWS, GATHERED], gl.float32, MMA)
-    for piece in gl.static_range(PIECES):
-        acc = mma_v2(x_all.index(piece).load(X), pieces[piece], acc)
+    if RESIDENT:
+        # All rows are asked for before any is used.
+        PIECES: gl.constexpr = x_ring.shape[0] * x_ring.shape[2] // STEP
+        rows = ()
+        for piece in gl.static_range(PIECES):
+            at = piece * STEP
+            rows = rows + (gl.load(source + at, mask=wanted & (at + depth < D), other=0.0),)
+        thread_barrier()  # gates are read by other threads than wrote them
+        gate = gl.load(cell, mask=inside, other=0.0).to(gl.float32)
+        # TMA's swizzle, said in a way that lets every warp load its own step of depth.
+        SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        x_all = reinterpret(x_ring, x_ring.dtype, [PIECES, WARPS, ROWS, DEPTH], SWIZZLED)
+        for piece in gl.static_range(PIECES):
+            acc = mma_v2(x_all.index(piece).load(X), rows[piece], acc)
+    else:
+        AHEAD: gl.constexpr = 4  # steps whose rows are asked for before any is used
+        x_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, X)))[:, None, None]
+        x_token = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, X)))[None, :, None]
+        x_depth = gl.arange(0, DEPTH, gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
+        x_depth = x_warp * DEPTH + x_depth
+        thread_barrier()
+        for k in range(0, D, AHEAD * STEP):
+            rows = ()
+            for piece in gl.static_range(AHEAD):
+                at = k + piece * STEP
+                rows = rows + (gl.load(source + at, mask=wanted & (at + depth < D), other=0.0),)
+            for piece in gl.static_range(AHEAD):
+                at = k + piece * STEP
+                known = (x_token < M) & (at + x_depth < D)
+                acc = mma_v2(gl.load(x + x_token * D + at + x_depth, mask=known, other=0.0), rows[piece], acc)
+        gate = gl.load(cell, mask=inside, other=0.0).to(gl.float32)
     factor = sum_over_warps(acc)
     if HAS_BIAS:
-        which = gl.load(neurons + _cell(entry, tile, tiles, 1), mask=entry < count, other=0)
+        which = gl.convert_layout(listed, gl.SliceLayout(0, SUM))
         factor += gl.load(bias + which, mask=entry < count, other=0.0).to(gl.float32)[None, :]
     hidden = gl.where(gate == 0.0, 0.0, gate * factor.to(DTYPE).to(gl.float32))
     gl.store(cell, hidden.to(DTYPE), mask=inside)
@@ -213,6 +264,7 @@ def _gather_up(
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
 @gluon.jit(do_not_specialize=["M"])
 def few_select_up_hopper(
+    x,
     x_desc,
     select_desc,
     up_desc,
@@ -233,12 +285,13 @@ def few_select_up_hopper(
     X_TILES: gl.constexpr,
     GATHERED: gl.constexpr,
     STAGES: gl.constexpr,
+    RESIDENT: gl.constexpr,
 ):
     """counts, neurons, values of `hopper_few.py` from x [M, D] and up [H, D]; M at most the rows of x_desc.
 
-    GATHERED: up to how many active neurons of a tile are gathered, 8 or 16. All of x then stays in shared
-              memory: X_TILES steps of depth that cover D, so many that warps share them out evenly.
-              0: none are gathered, x passes by with the weights, X_TILES is STAGES.
+    GATHERED: up to how many active neurons of a tile are gathered: 0, 8 or 16.
+    RESIDENT: whether all of x stays in shared memory: X_TILES steps of depth that cover D, so many that warps
+              share them out evenly. Else x passes by with the weights and X_TILES is STAGES.
     """
     gdc_launch_dependents()
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_TILES] + x_desc.block_shape, x_desc.layout)
@@ -252,11 +305,11 @@ def few_select_up_hopper(
     mbarrier.init(decided, count=1)
     RESIDENT_SPAN: gl.constexpr = X_TILES * x_desc.block_shape[1]
     span = D
-    if GATHERED > 0:
+    if RESIDENT:
         span = gl.to_tensor(RESIDENT_SPAN)
     rings = (x_ring, w_ring, ready, free)
     target = (values, neurons, counts)
-    weights = (select_desc, up_desc, up, select_bias, up_bias)
+    weights = (select_desc, up_desc, up, select_bias, up_bias, x)
     sizes = (M, H, D, span)
     gl.warp_specialize(
         [
@@ -274,9 +327,10 @@ def few_select_up_hopper(
                     GATED,
                     SQUARE,
                     GATHERED,
+                    RESIDENT,
                 ),
             ),
-            (_produce, (weights, x_desc, counts, rings, decided, H, span, GATED, GATHERED)),
+            (_produce, (weights, x_desc, counts, rings, decided, H, span, GATED, GATHERED, RESIDENT)),
         ],
         [1],
         [40],
