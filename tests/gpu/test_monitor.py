@@ -28,8 +28,18 @@ def test_readings_at_powers_of_two_then_at_intervals():
     for call in range(1, 300):
         if monitor.takes_reading("a", weight):
             due.append(call)
-    interval = monitor._LOOK_AGAIN
+    interval = monitor.LOOK_AGAIN
     assert due == [1, 2, 4, 8, 16, 32, interval, 2 * interval, 3 * interval, 4 * interval]
+
+
+def test_the_interval_is_the_callers():
+    weight = torch.empty(1)
+    due = [
+        n
+        for n in range(1, 40)
+        if monitor.wants_reading("a", weight, 10) and monitor.takes_reading("a", weight)
+    ]
+    assert due == [1, 2, 4, 8, 10, 20, 30]
 
 
 def test_asking_first_does_not_count_twice():

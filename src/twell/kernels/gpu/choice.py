@@ -25,6 +25,10 @@ EAGER_OPERATIONS = 5e11
 # Inside a CUDA graph: 1,024 tokens at D 2048, H 5632. With less work sparse was seen to lose.
 GRAPH_OPERATIONS = 7e10
 
+# Calls between readings of a layer whose eager calls run dense: a reading takes as long as ten of them, and
+# only a capture will want it.
+_SELDOM = 1024
+
 # More calls that nobody counts; then limits are looked up again, which tuning may have changed.
 _UNREAD = 63
 
@@ -45,7 +49,7 @@ def skips_eager_calls(args: FfnArgs) -> Skip:
     if _pays_eagerly(args):
         return RUN
     key = layer_key(args)
-    if monitor.wants_reading(key, args.selector):
+    if monitor.wants_reading(key, args.selector, _SELDOM):
         return RUN
     return Skip(True, monitor.calls_before_reading(key), partial(monitor.count_calls, key))
 

@@ -2,8 +2,8 @@
 
 The sparse kernels count active neurons anyway. Now and then those counts are copied to the host behind the
 kernels that wrote them; a later call picks them up if they have arrived. Automatic plans decide by the last
-known share. Readings are due after 1, 2, 4, ... calls, then every `_LOOK_AGAIN` calls. Layers are known by
-the address of their weights; another tensor at the same address starts anew.
+known share. Readings are due after 1, 2, 4, ... calls, then at a fixed interval. Layers are known by the
+address of their weights; another tensor at the same address starts anew.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _MOST_LAYERS = 4096
-_LOOK_AGAIN = 64  # calls
+LOOK_AGAIN = 64  # calls
 _RESTLESS = 4  # times that every call brought a new tensor: casts of weights do, their address means more
 
 
@@ -70,8 +70,11 @@ def has_run(key: Hashable) -> bool:
     return _layer(key).ran
 
 
-def wants_reading(key: Hashable, weight: Tensor) -> bool:
-    """Count a call; True if it should run sparse and be read (`takes_reading` then says so once more)."""
+def wants_reading(key: Hashable, weight: Tensor, interval: int = LOOK_AGAIN) -> bool:
+    """Count a call; True if it should run sparse and be read (`takes_reading` then says so once more).
+
+    interval: calls between readings in the long run.
+    """
     layer = _layer(key)
     if (layer.owner is None or layer.owner() is not weight) and layer.restless < _RESTLESS:
         layer.restless += layer.calls == 1
@@ -79,7 +82,7 @@ def wants_reading(key: Hashable, weight: Tensor) -> bool:
         layer.pending = None
     layer.calls += 1
     if layer.calls >= layer.next:
-        layer.next = min(2 * layer.calls, (layer.calls // _LOOK_AGAIN + 1) * _LOOK_AGAIN)
+        layer.next = min(2 * layer.calls, (layer.calls // interval + 1) * interval)
         known_share(key)  # a reading that has arrived makes room for the next
         layer.due = layer.pending is None
     return layer.due
