@@ -64,19 +64,19 @@ def prepare(args: FfnArgs) -> Operands:
     gated = args.gate is not None
     activation = args.activation
     return Operands(
-        x=_readable(args.x),
-        select=_readable(args.selector),
-        up=_readable(args.up) if gated else None,
-        down=_readable(args.down.mT),
-        select_bias=_readable(args.selector_bias),
-        up_bias=_readable(args.up_bias) if gated else None,
-        down_bias=_readable(args.down_bias),
+        x=readable(args.x),
+        select=readable(args.selector),
+        up=readable(args.up) if gated else None,
+        down=readable(args.down.mT),
+        select_bias=readable(args.selector_bias),
+        up_bias=readable(args.up_bias) if gated else None,
+        down_bias=readable(args.down_bias),
         threshold=largest_at_most(activation.threshold, args.x.dtype),
         square=activation.name == "relu2",
     )
 
 
-def _readable(tensor: Tensor | None) -> Tensor | None:
+def readable(tensor: Tensor | None) -> Tensor | None:
     """Contiguous and 16-byte aligned, as TMA and vector loads need it."""
     if tensor is None:
         return None

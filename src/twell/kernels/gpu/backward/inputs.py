@@ -1,0 +1,56 @@
+"""The gradient of x: two gathered products in one sum, as in the down projection."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["M"])
+def input_gradient(
+    pool_desc,
+    select,
+    up,
+    lists,
+    spans,
+    grad_x,
+    M,
+    D,
+    rows,
+    LATER: tl.constexpr,
+    PLANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """grad_x [M, D] = plane 1 of the pool times select [H, D], and with PLANES 2 plane 2 times up [H, D].
+
+    One tile [ROWS, WIDTH] per program. LATER: add to what earlier rounds have left, if there is anything.
+    pool_desc: blocks [DEPTH, ROWS] of [3 * rows, ROWS].
+    """
+    DTYPE: tl.constexpr = grad_x.dtype.element_ty
+    tiles = tl.cdiv(D, WIDTH)
+    block = tl.program_id(0) // tiles
+    column = (tl.program_id(0) % tiles) * WIDTH + tl.arange(0, WIDTH)
+    offset = tl.load(spans + block * 3)
+    entries = tl.load(spans + block * 3 + 1)
+    start = tl.load(spans + block * 3 + 2)
+    entry = tl.arange(0, DEPTH)
+    row = block * ROWS + tl.arange(0, ROWS)
+    cell = grad_x + row.to(tl.int64)[:, None] * D + column[None, :]
+    inside = (row < M)[:, None] & (column < D)[None, :]
+    if entries >= LATER:
+        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        for plane in tl.static_range(PLANES):
+            source = select if plane == 0 else up
+            for k in range(0, entries, DEPTH):
+                listed = k + entry < entries
+                neuron = tl.load(lists + offset + k + entry, mask=listed, other=0)
+                wanted = listed[:, None] & (column < D)[None, :]
+                w = tl.load(source + (neuron * D)[:, None] + column[None, :], mask=wanted, other=0.0)
+                value = pool_desc.load([(1 + plane) * rows + start + k, 0])
+                acc = tl.dot(value.T, w, acc, input_precision=PRECISION)
+        if LATER:
+            acc += tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+        tl.store(cell, acc.to(DTYPE), mask=inside)

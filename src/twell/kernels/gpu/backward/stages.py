@@ -1,0 +1,405 @@
+"""The backward pass on the active set, launched kernel by kernel; portable or Hopper kernels.
+
+    plan_round        which listed neurons of which blocks go into the pool now
+    gather_products   their pre-activations, up values and gradients of hidden activations
+    combine           from these, hidden activations and gradients of pre-activations and up values
+    input_gradient    grad_x
+    count_tokens, order_neurons     how often each neuron fired: frequent or rare
+    frequent_weights  gradients of their weights: dense products over all tokens
+    list_rare, rare_weights         of the others: token by token
+
+The pool has room for a third of all neurons in all blocks. Whatever is listed fits into round 0 if it is
+less than that; else three rounds take a third of the neurons each. Which it is is decided on the device:
+all rounds are always launched, and later ones usually find nothing to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..numbers import cdiv, power_of_two
+from ..operands import Operands, element_bytes
+from ..target import Target, target_of
+from .hidden import combine, list_rare
+from .inputs import input_gradient
+from .neurons import count_tokens, order_neurons
+from .products import gather_products
+from .rounds import plan_round
+from .tiles import backward_tiles
+from .weights import bias_sums, frequent_weights, rare_weights
+
+ROUNDS = 3
+# A neuron is frequent if it fires for more than one token in so many: then a dense product over all tokens
+# (a third of a microsecond of the device per neuron and 16,384 tokens) costs less than its tokens one by one.
+FREQUENT = 128
+_PLACES = 1 << 23  # rows of the pool that `places` can tell apart
+_COUNT_NEURONS, _COUNT_BLOCKS = 32, 128
+_AHEAD = 4  # rows that `rare_weights` asks for at once
+_PER_PROCESSOR = 8  # programs of kernels that go element by element
+
+
+@dataclass(frozen=True)
+class Active:
+    """The active neurons of each block as the forward pass listed them.
+
+    lists int32 [B * H or more]: block b's neurons, ascending, from b * H; counts int32 [B]; rows: tokens per
+    block.
+    """
+
+    lists: Tensor
+    counts: Tensor
+    rows: int
+
+
+@dataclass
+class Gradients:
+    """What is wanted, allocated; None where it is not. Weights neuron-major: select, up [H, D], down [H, E]."""
+
+    x: Tensor | None
+    select: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    select_bias: Tensor | None
+    up_bias: Tensor | None
+
+
+def pool_rows(tokens: int, neurons: int, rows: int, chunk: int) -> int:
+    return cdiv(tokens, rows) * cdiv(cdiv(neurons, chunk), ROUNDS) * chunk
+
+
+def fits(operands: Operands, rows: int) -> bool:
+    """Whether the indices of the kernels reach."""
+    return pool_rows(operands.tokens, operands.neurons, rows, 128) < _PLACES
+
+
+class BackwardStages:
+    """One backward pass; `run` fills the gradients."""
+
+    def __init__(
+        self,
+        operands: Operands,
+        active: Active,
+        grad_y: Tensor,
+        grad_l1: Tensor | None,
+        gradients: Gradients,
+    ) -> None:
+        self.operands, self.active, self.grad_y, self.grad_l1 = operands, active, grad_y, grad_l1
+        self.gradients = gradients
+        self.target: Target = target_of(operands.x.device)
+        self.tiles = backward_tiles(self.target, operands.x.dtype)
+        self.hopper = self._hopper_fits()
+        self.blocks = cdiv(operands.tokens, active.rows)
+        self.chunks_per_round = cdiv(cdiv(operands.neurons, self.tiles.chunk), ROUNDS)
+        self.limit = max(operands.tokens // FREQUENT, 1)
+        self._allocate()
+
+    @property
+    def gated(self) -> bool:
+        return self.operands.up is not None
+
+    @property
+    def planes(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def rows(self) -> int:
+        """Of a plane of the pool."""
+        return self.blocks * self.chunks_per_round * self.tiles.chunk
+
+    def run(self) -> None:
+        for turn in range(ROUNDS):
+            self.plan(turn)
+            self.products()
+            self.combine()
+            if self.gradients.x is not None:
+                self.inputs(turn)
+            self.order()
+            self.frequent()
+            self.rare()
+            self.biases()
+
+    def plan(self, turn: int) -> None:
+        self.counter = self.counters[turn : turn + 1]
+        self.how_many = self.counters[ROUNDS + turn : ROUNDS + turn + 1]
+        plan_round[(self.blocks,)](
+            self.active.lists,
+            self.active.counts,
+            self.spans,
+            self.work,
+            self.counter,
+            self.bounds,
+            self.blocks,
+            self.operands.neurons,
+            turn,
+            self.chunks_per_round,
+            CHUNK=self.tiles.chunk,
+            WIDTH=power_of_two(self.operands.neurons),
+            BLOCKS=power_of_two(self.blocks),
+            num_warps=8,
+        )
+
+    def products(self) -> None:
+        if self.hopper:
+            from .hopper import launch_products
+
+            return launch_products(self)
+        operands, tiles, rows = self.operands, self.tiles, self.active.rows
+        most = self.blocks * self.chunks_per_round * self.planes
+        gather_products[(min(self.target.processors, most),)](
+            TensorDescriptor.from_tensor(operands.x, [rows, tiles.depth]),
+            TensorDescriptor.from_tensor(self.grad_y, [rows, tiles.depth]),
+            operands.select,
+            operands.down,
+            operands.up if self.gated else operands.select,
+            operands.pointer(operands.select_bias),
+            operands.pointer(operands.up_bias),
+            self.pool,
+            self.active.lists,
+            self.work,
+            self.counter,
+            operands.features,
+            operands.outputs,
+            self.rows,
+            HAS_SELECT_BIAS=operands.select_bias is not None,
+            HAS_UP_BIAS=operands.up_bias is not None,
+            MATRICES=self.planes,
+            CHUNK=tiles.chunk,
+            ROWS=rows,
+            DEPTH=tiles.depth,
+            PRECISION=operands.precision,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        return None
+
+    def combine(self) -> None:
+        operands, tiles = self.operands, self.tiles
+        combine[self._elementwise_grid()](
+            self.pool,
+            self.places,
+            self.pool if self.grad_l1 is None else self.grad_l1,
+            self.active.lists,
+            self.work,
+            self.counter,
+            operands.tokens,
+            operands.neurons,
+            self.rows,
+            operands.threshold,
+            HAS_L1=self.grad_l1 is not None,
+            GATED=self.gated,
+            SQUARE=operands.square,
+            CHUNK=tiles.chunk,
+            ENTRIES=tiles.entries,
+            ROWS=self.active.rows,
+        )
+
+    def inputs(self, turn: int) -> None:
+        if self.hopper and self.active.rows == 128 and self.gated:
+            from .hopper import launch_inputs
+
+            return launch_inputs(self, turn)
+        operands, tiles, rows = self.operands, self.tiles, self.active.rows
+        input_gradient[(self.blocks * cdiv(operands.features, tiles.width),)](
+            TensorDescriptor.from_tensor(self.pool.view(-1, rows), [tiles.depth, rows]),
+            operands.select,
+            operands.up if self.gated else operands.select,
+            self.active.lists,
+            self.spans,
+            self.gradients.x,
+            operands.tokens,
+            operands.features,
+            self.rows,
+            LATER=int(turn > 0),
+            PLANES=self.planes - 1,
+            WIDTH=tiles.width,
+            ROWS=rows,
+            DEPTH=tiles.depth,
+            PRECISION=operands.precision,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+        return None
+
+    def order(self) -> None:
+        neurons = self.operands.neurons
+        count_tokens[(cdiv(neurons, _COUNT_NEURONS),)](
+            self.places,
+            self.before,
+            self.firing,
+            self.blocks,
+            neurons,
+            NEURONS=_COUNT_NEURONS,
+            GROUP=_COUNT_BLOCKS,
+        )
+        order_neurons[(1,)](
+            self.firing,
+            self.bounds,
+            self.frequent_list,
+            self.how_many,
+            self.offsets,
+            neurons,
+            self.limit,
+            WIDTH=power_of_two(neurons),
+            num_warps=16,
+        )
+
+    def frequent(self) -> None:
+        wanted = self._wanted_planes()
+        if not wanted:
+            return
+        if self.hopper and self.active.rows == 128:
+            from .hopper import launch_frequent
+
+            launch_frequent(self, wanted)
+            return
+        operands, tiles, rows = self.operands, self.tiles, self.active.rows
+        wide = max(operands.features, operands.outputs)
+        gradients = self.gradients
+        for first, matrices in _runs(wanted):
+            most = cdiv(operands.neurons, tiles.neurons) * cdiv(wide, tiles.width) * matrices
+            frequent_weights[(min(self.target.processors, most),)](
+                TensorDescriptor.from_tensor(operands.x, [rows, tiles.width]),
+                TensorDescriptor.from_tensor(self.grad_y, [rows, tiles.width]),
+                self.pool,
+                self.places,
+                self.frequent_list,
+                self.how_many,
+                self._or_pool(gradients.select),
+                self._or_pool(gradients.down),
+                self._or_pool(gradients.up),
+                self.blocks,
+                operands.neurons,
+                operands.features,
+                operands.outputs,
+                self.rows,
+                FIRST=first,
+                MATRICES=matrices,
+                NEURONS=tiles.neurons,
+                WIDTH=tiles.width,
+                ROWS=rows,
+                PRECISION=operands.precision,
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
+
+    def rare(self) -> None:
+        if not self._wanted_planes():
+            return
+        operands, tiles, gradients = self.operands, self.tiles, self.gradients
+        list_rare[self._elementwise_grid()](
+            self.pool,
+            self.places,
+            self.before,
+            self.offsets,
+            self.rare_tokens,
+            self.rare_values,
+            self.active.lists,
+            self.work,
+            self.counter,
+            operands.neurons,
+            self.rows,
+            self.rare_tokens.shape[0],
+            GATED=self.gated,
+            CHUNK=tiles.chunk,
+            ENTRIES=tiles.entries,
+            ROWS=self.active.rows,
+        )
+        wide = max(operands.features, operands.outputs)
+        across = cdiv(wide, tiles.rare_width)
+        rare_weights[(min(self.target.processors * _PER_PROCESSOR, operands.neurons), across)](
+            operands.x,
+            self.grad_y,
+            self.rare_tokens,
+            self.rare_values,
+            self.firing,
+            self.offsets,
+            self.bounds,
+            self._or_pool(gradients.select),
+            self._or_pool(gradients.down),
+            self._or_pool(gradients.up),
+            operands.features,
+            operands.outputs,
+            self.rare_tokens.shape[0],
+            HAS_SELECT=gradients.select is not None,
+            HAS_DOWN=gradients.down is not None,
+            HAS_UP=gradients.up is not None,
+            WIDTH=tiles.rare_width,
+            AHEAD=_AHEAD,
+        )
+
+    def biases(self) -> None:
+        neurons = self.operands.neurons
+        for plane, target in ((1, self.gradients.select_bias), (2, self.gradients.up_bias)):
+            if target is not None:
+                bias_sums[(cdiv(neurons, self.tiles.entries),)](
+                    self.pool,
+                    self.places,
+                    self.bounds,
+                    target,
+                    self.blocks,
+                    neurons,
+                    self.rows,
+                    plane,
+                    NEURONS=self.tiles.entries,
+                    ROWS=self.active.rows,
+                )
+
+    def _wanted_planes(self) -> list[int]:
+        """Planes of the pool that a weight's gradient needs."""
+        gradients = self.gradients
+        wanted = {0: gradients.down, 1: gradients.select, 2: gradients.up}
+        return [plane for plane, target in wanted.items() if target is not None]
+
+    def _or_pool(self, target: Tensor | None) -> Tensor:
+        """`target`, or any tensor in its place where a kernel is told that there is none."""
+        return self.pool if target is None else target
+
+    def _elementwise_grid(self) -> tuple[int]:
+        most = self.blocks * self.chunks_per_round * (self.tiles.chunk // self.tiles.entries)
+        return (min(self.target.processors * _PER_PROCESSOR, most),)
+
+    def _allocate(self) -> None:
+        blocks, neurons = self.blocks, self.operands.neurons
+        new = self.operands.x.new_empty
+
+        def numbers(*shape: int) -> Tensor:
+            return new(*shape, dtype=torch.int32)
+
+        # One allocation that starts as zeros: places, and a counter of each kind for every round.
+        cleared = self.operands.x.new_zeros(blocks * neurons + 2 * ROUNDS, dtype=torch.int32)
+        self.places, self.counters = cleared[: blocks * neurons], cleared[blocks * neurons :]
+        self.pool = new(self.planes, self.rows, self.active.rows)
+        self.spans, self.work = numbers(blocks, 3), numbers(blocks * self.chunks_per_round, 3)
+        self.bounds, self.firing, self.offsets = numbers(2), numbers(neurons), numbers(neurons)
+        # The Hopper kernels read a whole tile of neurons without asking where the list ends.
+        self.frequent_list = numbers(neurons + 256)
+        self.before = numbers(blocks * neurons)
+        # Rare neurons fire for at most `limit` tokens each.
+        capacity = neurons * self.limit
+        self.rare_tokens, self.rare_values = numbers(capacity), new(self.planes, capacity)
+
+    def _hopper_fits(self) -> bool:
+        """16-bit types and whole steps of depth."""
+        operands = self.operands
+        return (
+            self.target.hopper
+            and element_bytes(operands.x.dtype) == 2
+            and operands.features % 64 == 0
+            and operands.outputs % 64 == 0
+            and self.active.rows in (64, 128)
+        )
+
+
+def _runs(planes: list[int]) -> list[tuple[int, int]]:
+    """(first, number) of neighbouring planes."""
+    runs: list[tuple[int, int]] = []
+    for plane in planes:
+        if runs and sum(runs[-1]) == plane:
+            runs[-1] = runs[-1][0], runs[-1][1] + 1
+        else:
+            runs.append((plane, 1))
+    return runs

@@ -1,0 +1,43 @@
+"""Tile sizes of the backward kernels, portable ones; see `stages.py` for what they are sizes of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from ..operands import element_bytes
+from ..target import Target
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardTiles:
+    """chunk: listed neurons of a work item; entries: of one program that goes element by element.
+    depth: features (or, for grad_x, neurons) of one step of a product; width: columns of grad_x, and of the
+    weight gradients of frequent neurons, in tiles of `neurons`; rare_width: columns of rare ones."""
+
+    chunk: int
+    entries: int
+    depth: int
+    width: int
+    neurons: int
+    rare_width: int
+    warps: int
+    stages: int
+
+
+_LARGE = BackwardTiles(
+    chunk=128, entries=32, depth=64, width=128, neurons=128, rare_width=1024, warps=8, stages=3
+)
+
+
+@lru_cache(maxsize=64)
+def backward_tiles(target: Target, dtype: torch.dtype) -> BackwardTiles:
+    if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
+        return replace(_LARGE, chunk=32, entries=16, depth=16, width=32, neurons=32, rare_width=32)
+    if element_bytes(dtype) > 2:  # exact float32 products run on the ordinary units: small tiles
+        return replace(_LARGE, chunk=64, depth=16, width=64, neurons=64, stages=2)
+    if target.shared_memory < 200 << 10:
+        return replace(_LARGE, stages=2)
+    return _LARGE
