@@ -25,12 +25,12 @@ _DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def _layout(shape: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def layout(shape: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(shape, _ELEMENT[dtype])
 
 
 def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, block, _layout(block, tensor.dtype))
+    return TensorDescriptor.from_tensor(tensor, block, layout(block, tensor.dtype))
 
 
 def launch_select(stages: BlockStages, x: Tensor) -> None:
@@ -76,7 +76,7 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
         stages.chunks,
         HAS_BIAS=operands.up_bias is not None,
         CHUNK=stages.chunk,
-        W_LAYOUT=_layout([stages.chunk, _DEPTH], x.dtype),
+        W_LAYOUT=layout([stages.chunk, _DEPTH], x.dtype),
         STAGES=_UP_STAGES,
         num_warps=4,
     )
@@ -97,7 +97,7 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
         operands.outputs,
         stages.chunks * stages.chunk,
         HAS_BIAS=operands.down_bias is not None,
-        W_LAYOUT=_layout([_DEPTH, _DOWN_WIDTH], y.dtype),
+        W_LAYOUT=layout([_DEPTH, _DOWN_WIDTH], y.dtype),
         STAGES=_DOWN_STAGES,
         num_warps=4,
     )

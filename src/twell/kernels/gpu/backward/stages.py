@@ -57,7 +57,7 @@ class Active:
 
 @dataclass
 class Gradients:
-    """What is wanted, allocated; None where it is not. Weights neuron-major: select, up [H, D], down [H, E]."""
+    """What is wanted, allocated, else None. Weights neuron-major: select, up [H, D], down [H, E]."""
 
     x: Tensor | None
     select: Tensor | None
