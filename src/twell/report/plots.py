@@ -37,17 +37,29 @@ def speedup_curves(
     *,
     title: str,
     subtitle: str,
+    shares: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """One line per name over the share of active neurons (density in (0, 1] -> times faster)."""
+    """One line per name over active neurons per token (-> times faster); 1x is dense.
+
+    shares:  whether they come as shares of all neurons, in (0, 1], and are shown in percent; else as numbers.
+    """
+    scale, suffix = (100, "%") if shares else (1, "")
     figure, axes = _figure(title, subtitle, height=4.2)
     for colour, (name, points) in zip(_COLOURS, curves.items(), strict=False):
-        densities, values = zip(*sorted(points), strict=True)
-        percent = [100 * density for density in densities]
-        axes.plot(percent, values, marker="o", markersize=5, linewidth=2, color=colour, label=name)
+        active, values = zip(*sorted(points), strict=True)
+        axes.plot(
+            [scale * a for a in active],
+            values,
+            marker="o",
+            markersize=5,
+            linewidth=2,
+            color=colour,
+            label=name,
+        )
     axes.axhline(1, color=_MUTED, linewidth=1, linestyle="--")
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}%")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{suffix}")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("active neurons per token", color=_MUTED)
     axes.set_ylabel("times faster than dense", color=_MUTED)

@@ -74,6 +74,14 @@ def _load(x_desc, grad_desc, weights, lists, work, counter, rings, D, E, MATRICE
 
 
 @gluon.jit
+def _listed(work, lists, unit, total, entry, MATRICES: gl.constexpr):
+    """(block, which entries are listed, their neurons) of a unit."""
+    block, offset, entries = _item(work, unit, total, MATRICES)
+    listed = entry < entries
+    return block, listed, gl.load(lists + offset + entry, mask=listed, other=0)
+
+
+@gluon.jit
 def _steps(unit, D, E, MATRICES: gl.constexpr, DEPTH: gl.constexpr):
     return gl.cdiv(gl.where(unit % MATRICES == 1, E, D), DEPTH)
 
@@ -94,7 +102,7 @@ def _multiply(
     MATRICES: gl.constexpr,
 ):
     """Units number TURN, TURN + 2, ... of this program."""
-    pool, rows = target
+    pool, rows, places, M, H, threshold = target
     select_bias, up_bias = biases
     x_ring, w_ring, ready, free, turns = rings
     DTYPE: gl.constexpr = pool.dtype.element_ty
@@ -107,6 +115,7 @@ def _multiply(
     token = gl.arange(0, ROWS, gl.SliceLayout(0, OUT))
     entry = gl.arange(0, NEURONS, gl.SliceLayout(1, OUT))
     across = gl.arange(0, NEURONS, gl.SliceLayout(1, ACC))
+    sideways = gl.arange(0, ROWS, gl.SliceLayout(0, ACC))
     total = gl.load(counter) * MATRICES
     stride = gl.num_programs(0)
     start = gl.program_id(0) + TURN * stride
@@ -137,22 +146,25 @@ def _multiply(
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
         step += _steps(unit + stride, D, E, MATRICES, DEPTH)  # the other's
-        if HAS_SELECT_BIAS or HAS_UP_BIAS:
-            _block, offset, entries = _item(work, unit, total, MATRICES)
-            listed = across < entries
-            neuron = gl.load(lists + offset + across, mask=listed, other=0)
+        if HAS_UP_BIAS:  # noqa: SIM102 - decided by the compiler, the next when it runs
+            if plane == 2:
+                _block, listed, neuron = _listed(work, lists, unit, total, across, MATRICES)
+                acc += gl.load(up_bias + neuron, mask=listed, other=0.0).to(gl.float32)[:, None]
+        if plane == 0:
+            block, listed, neuron = _listed(work, lists, unit, total, across, MATRICES)
             if HAS_SELECT_BIAS:
-                wanted = listed & (plane == 0)
-                acc += gl.load(select_bias + neuron, mask=wanted, other=0.0).to(gl.float32)[:, None]
-            if HAS_UP_BIAS:
-                wanted = listed & (plane == 2)
-                acc += gl.load(up_bias + neuron, mask=wanted, other=0.0).to(gl.float32)[:, None]
+                acc += gl.load(select_bias + neuron, mask=listed, other=0.0).to(gl.float32)[:, None]
+            active = ~(acc.to(DTYPE).to(gl.float32) <= threshold)
+            active = active & (block * ROWS + sideways < M)[None, :]
+            tokens = gl.sum(active.to(gl.int32), 1)
+            place = ((unit // MATRICES) * NEURONS + across) * 256 + tokens
+            gl.store(places + block * H + neuron, place, mask=listed & (tokens > 0))
         row = plane.to(gl.int64) * rows + (unit // MATRICES) * NEURONS
         cell = pool + row * ROWS + (entry * ROWS)[:, None] + token[None, :]
         gl.store(cell, gl.convert_layout(acc.to(DTYPE), OUT))
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M"])
 def gather_products_hopper(
     x_desc,
     grad_desc,
@@ -162,12 +174,16 @@ def gather_products_hopper(
     select_bias,
     up_bias,
     pool,
+    places,
     lists,
     work,
     counter,
+    M,
+    H,
     D,
     E,
     rows,
+    threshold,
     HAS_SELECT_BIAS: gl.constexpr,
     HAS_UP_BIAS: gl.constexpr,
     MATRICES: gl.constexpr,
@@ -187,7 +203,7 @@ def gather_products_hopper(
     for turn in gl.static_range(2):
         mbarrier.init(turns.index(turn), count=1)
     rings = (x_ring, w_ring, ready, free, turns)
-    target = (pool, rows)
+    target = (pool, rows, places, M, H, threshold)
     biases = (select_bias, up_bias)
     weights = (select, down, up)
     gl.warp_specialize(

@@ -4,6 +4,9 @@ The pool has three planes of rows, one row per listed neuron of a block, one val
 
     pool [3, rows, R]    plane 0: pre-activations, 1: gradients of hidden activations, 2: up values
 
+and, for whoever looks for a neuron of a block, `places` int32 [B, H]: row * 256 + tokens that activate it;
+0 if there are none.
+
 Nothing of this is kept from the forward pass: for the listed neurons, computing it again costs less than
 a tenth of the selector.
 """
@@ -14,7 +17,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gather_products(
     x_desc,
     grad_desc,
@@ -24,12 +27,16 @@ def gather_products(
     select_bias,
     up_bias,
     pool,
+    places,
     lists,
     work,
     counter,
+    M,
+    H,
     D,
     E,
     rows,
+    threshold,
     HAS_SELECT_BIAS: tl.constexpr,
     HAS_UP_BIAS: tl.constexpr,
     MATRICES: tl.constexpr,
@@ -69,5 +76,11 @@ def gather_products(
         if HAS_UP_BIAS:  # noqa: SIM102 - decided by the compiler, the next when it runs
             if plane == 2:
                 acc += tl.load(up_bias + neuron, mask=listed, other=0.0).to(tl.float32)[:, None]
-        place = (tl.cast(plane, tl.int64) * rows + item * CHUNK + entry) * ROWS
-        tl.store(pool + place[:, None] + token[None, :], acc.to(DTYPE))
+        row = item * CHUNK + entry
+        value = acc.to(DTYPE)
+        place = (tl.cast(plane, tl.int64) * rows + row) * ROWS
+        tl.store(pool + place[:, None] + token[None, :], value)
+        if plane == 0:
+            active = (block * ROWS + token < M)[None, :] & ~(value.to(tl.float32) <= threshold)
+            tokens = tl.sum(active.to(tl.int32), 1)
+            tl.store(places + block * H + neuron, row * 256 + tokens, mask=listed & (tokens > 0))

@@ -2,11 +2,11 @@
 
     plan_round        which listed neurons of which blocks go into the pool now
     gather_products   their pre-activations, up values and gradients of hidden activations
-    combine           from these, hidden activations and gradients of pre-activations and up values
-    input_gradient    grad_x
     count_tokens, order_neurons     how often each neuron fired: frequent or rare
-    frequent_weights  gradients of their weights: dense products over all tokens
-    list_rare, rare_weights         of the others: token by token
+    combine           hidden activations and gradients of pre-activations and up values
+    input_gradient    grad_x
+    frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
+    rare_weights      of the others: token by token
 
 The pool has room for a third of all neurons in all blocks. Whatever is listed fits into round 0 if it is
 less than that; else three rounds take a third of the neurons each. Which it is is decided on the device:
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..launch import launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
 from ..target import Target, target_of
-from .hidden import combine, list_rare
+from .hidden import combine
 from .inputs import input_gradient
 from .neurons import count_tokens, order_neurons
 from .products import gather_products
@@ -38,7 +39,6 @@ ROUNDS = 3
 FREQUENT = 128
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 _COUNT_NEURONS, _COUNT_BLOCKS = 32, 128
-_AHEAD = 4  # rows that `rare_weights` asks for at once
 _PER_PROCESSOR = 8  # programs of kernels that go element by element
 
 
@@ -95,6 +95,23 @@ class BackwardStages:
         self.blocks = cdiv(operands.tokens, active.rows)
         self.chunks_per_round = cdiv(cdiv(operands.neurons, self.tiles.chunk), ROUNDS)
         self.limit = max(operands.tokens // FREQUENT, 1)
+        # Planes of the pool that the gradient of a weight needs.
+        weights = {0: gradients.down, 1: gradients.select, 2: gradients.up}
+        self.wanted = tuple(plane for plane, target in weights.items() if target is not None)
+        # What decides which compiled kernels run; see `launch`.
+        self.kind = (
+            operands.x.dtype,
+            operands.tokens,
+            operands.features,
+            operands.outputs,
+            operands.neurons,
+            active.rows,
+            operands.square,
+            operands.select_bias is None,
+            operands.up_bias is None,
+            self.gated,
+            self.wanted,
+        )
         self._allocate()
 
     @property
@@ -106,6 +123,14 @@ class BackwardStages:
         return 3 if self.gated else 2
 
     @property
+    def _describe(self):
+        if self.hopper:
+            from ..hopper import describe
+
+            return describe
+        return TensorDescriptor.from_tensor
+
+    @property
     def rows(self) -> int:
         """Of a plane of the pool."""
         return self.blocks * self.chunks_per_round * self.tiles.chunk
@@ -114,18 +139,20 @@ class BackwardStages:
         for turn in range(ROUNDS):
             self.plan(turn)
             self.products()
+            if self.wanted:
+                self.order()
             self.combine()
             if self.gradients.x is not None:
                 self.inputs(turn)
-            self.order()
-            self.frequent()
-            self.rare()
+            if self.wanted:
+                self.frequent()
+                self.rare()
             self.biases()
 
     def plan(self, turn: int) -> None:
-        self.counter = self.counters[turn : turn + 1]
-        self.how_many = self.counters[ROUNDS + turn : ROUNDS + turn + 1]
-        plan_round[(self.blocks,)](
+        self.counter = self.counters[8 * turn : 8 * turn + 4]
+        self.how_many = self.counters[8 * turn + 4 : 8 * turn + 8]
+        arguments = (
             self.active.lists,
             self.active.counts,
             self.spans,
@@ -136,66 +163,99 @@ class BackwardStages:
             self.operands.neurons,
             turn,
             self.chunks_per_round,
-            CHUNK=self.tiles.chunk,
-            WIDTH=power_of_two(self.operands.neurons),
-            BLOCKS=power_of_two(self.blocks),
-            num_warps=8,
         )
+        constants = {
+            "CHUNK": self.tiles.chunk,
+            "WIDTH": power_of_two(self.operands.neurons),
+            "BLOCKS": power_of_two(self.blocks),
+        }
+        launch((self.kind, turn), plan_round, (self.blocks,), arguments, constants, num_warps=8)
 
     def products(self) -> None:
-        if self.hopper:
-            from .hopper import launch_products
-
-            return launch_products(self)
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
-        most = self.blocks * self.chunks_per_round * self.planes
-        gather_products[(min(self.target.processors, most),)](
-            TensorDescriptor.from_tensor(operands.x, [rows, tiles.depth]),
-            TensorDescriptor.from_tensor(self.grad_y, [rows, tiles.depth]),
+        describe = self._describe
+        arguments = (
+            describe(operands.x, [rows, tiles.depth]),
+            describe(self.grad_y, [rows, tiles.depth]),
             operands.select,
             operands.down,
             operands.up if self.gated else operands.select,
             operands.pointer(operands.select_bias),
             operands.pointer(operands.up_bias),
             self.pool,
+            self.places,
             self.active.lists,
             self.work,
             self.counter,
+            operands.tokens,
+            operands.neurons,
             operands.features,
             operands.outputs,
             self.rows,
-            HAS_SELECT_BIAS=operands.select_bias is not None,
-            HAS_UP_BIAS=operands.up_bias is not None,
-            MATRICES=self.planes,
-            CHUNK=tiles.chunk,
-            ROWS=rows,
-            DEPTH=tiles.depth,
-            PRECISION=operands.precision,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
+            operands.threshold,
         )
-        return None
+        constants = {
+            "HAS_SELECT_BIAS": operands.select_bias is not None,
+            "HAS_UP_BIAS": operands.up_bias is not None,
+            "MATRICES": self.planes,
+            "CHUNK": tiles.chunk,
+        }
+        grid = (min(self.target.processors, self.blocks * self.chunks_per_round * self.planes),)
+        if self.hopper:
+            from .hopper import launch_products
+
+            return launch_products(self, grid, arguments, constants)
+        constants |= {"ROWS": rows, "DEPTH": tiles.depth, "PRECISION": operands.precision}
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        return launch(self.kind, gather_products, grid, arguments, constants, **options)
+
+    def order(self) -> None:
+        neurons = self.operands.neurons
+        arguments = (self.places, self.before, self.firing, self.blocks, neurons)
+        constants = {"NEURONS": _COUNT_NEURONS, "GROUP": _COUNT_BLOCKS}
+        launch(self.kind, count_tokens, (cdiv(neurons, _COUNT_NEURONS),), arguments, constants)
+        arguments = (
+            self.firing,
+            self.bounds,
+            self.frequent_list,
+            self.how_many,
+            self.offsets,
+            neurons,
+            self.limit,
+        )
+        launch(self.kind, order_neurons, (1,), arguments, {"WIDTH": power_of_two(neurons)}, num_warps=16)
 
     def combine(self) -> None:
         operands, tiles = self.operands, self.tiles
-        combine[self._elementwise_grid()](
+        arguments = (
             self.pool,
-            self.places,
             self.pool if self.grad_l1 is None else self.grad_l1,
+            self.before,
+            self.offsets,
+            self.rare_tokens,
+            self.rare_values,
             self.active.lists,
             self.work,
             self.counter,
             operands.tokens,
             operands.neurons,
             self.rows,
+            self.rare_tokens.shape[0],
             operands.threshold,
-            HAS_L1=self.grad_l1 is not None,
-            GATED=self.gated,
-            SQUARE=operands.square,
-            CHUNK=tiles.chunk,
-            ENTRIES=tiles.entries,
-            ROWS=self.active.rows,
         )
+        constants = {
+            "HAS_L1": self.grad_l1 is not None,
+            "GATED": self.gated,
+            "SQUARE": operands.square,
+            "WEIGHTS": bool(self.wanted),
+            "CHUNK": tiles.chunk,
+            "ENTRIES": tiles.entries,
+            "ROWS": self.active.rows,
+        }
+        most = self.blocks * self.chunks_per_round * (tiles.chunk // tiles.entries)
+        grid = (min(self.target.processors * _PER_PROCESSOR, most),)
+        kind = self.kind, self.grad_l1 is not None and (self.grad_l1.dtype, self.grad_l1.data_ptr() % 16)
+        launch(kind, combine, grid, arguments, constants)
 
     def inputs(self, turn: int) -> None:
         if self.hopper and self.active.rows == 128 and self.gated:
@@ -203,7 +263,7 @@ class BackwardStages:
 
             return launch_inputs(self, turn)
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
-        input_gradient[(self.blocks * cdiv(operands.features, tiles.width),)](
+        arguments = (
             TensorDescriptor.from_tensor(self.pool.view(-1, rows), [tiles.depth, rows]),
             operands.select,
             operands.up if self.gated else operands.select,
@@ -213,104 +273,58 @@ class BackwardStages:
             operands.tokens,
             operands.features,
             self.rows,
-            LATER=int(turn > 0),
-            PLANES=self.planes - 1,
-            WIDTH=tiles.width,
-            ROWS=rows,
-            DEPTH=tiles.depth,
-            PRECISION=operands.precision,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
         )
-        return None
-
-    def order(self) -> None:
-        neurons = self.operands.neurons
-        count_tokens[(cdiv(neurons, _COUNT_NEURONS),)](
-            self.places,
-            self.before,
-            self.firing,
-            self.blocks,
-            neurons,
-            NEURONS=_COUNT_NEURONS,
-            GROUP=_COUNT_BLOCKS,
-        )
-        order_neurons[(1,)](
-            self.firing,
-            self.bounds,
-            self.frequent_list,
-            self.how_many,
-            self.offsets,
-            neurons,
-            self.limit,
-            WIDTH=power_of_two(neurons),
-            num_warps=16,
-        )
+        constants = {
+            "LATER": int(turn > 0),
+            "PLANES": self.planes - 1,
+            "WIDTH": tiles.width,
+            "ROWS": rows,
+            "DEPTH": tiles.depth,
+            "PRECISION": operands.precision,
+        }
+        grid = (self.blocks * cdiv(operands.features, tiles.width),)
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        return launch((self.kind, turn > 0), input_gradient, grid, arguments, constants, **options)
 
     def frequent(self) -> None:
-        wanted = self._wanted_planes()
-        if not wanted:
-            return
         if self.hopper and self.active.rows == 128:
             from .hopper import launch_frequent
 
-            launch_frequent(self, wanted)
+            launch_frequent(self)
             return
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
         wide = max(operands.features, operands.outputs)
-        gradients = self.gradients
-        for first, matrices in _runs(wanted):
-            most = cdiv(operands.neurons, tiles.neurons) * cdiv(wide, tiles.width) * matrices
-            frequent_weights[(min(self.target.processors, most),)](
-                TensorDescriptor.from_tensor(operands.x, [rows, tiles.width]),
-                TensorDescriptor.from_tensor(self.grad_y, [rows, tiles.width]),
-                self.pool,
-                self.places,
-                self.frequent_list,
-                self.how_many,
-                self._or_pool(gradients.select),
-                self._or_pool(gradients.down),
-                self._or_pool(gradients.up),
-                self.blocks,
-                operands.neurons,
-                operands.features,
-                operands.outputs,
-                self.rows,
-                FIRST=first,
-                MATRICES=matrices,
-                NEURONS=tiles.neurons,
-                WIDTH=tiles.width,
-                ROWS=rows,
-                PRECISION=operands.precision,
-                num_warps=tiles.warps,
-                num_stages=tiles.stages,
-            )
-
-    def rare(self) -> None:
-        if not self._wanted_planes():
-            return
-        operands, tiles, gradients = self.operands, self.tiles, self.gradients
-        list_rare[self._elementwise_grid()](
+        arguments = (
+            TensorDescriptor.from_tensor(operands.x, [rows, tiles.width]),
+            TensorDescriptor.from_tensor(self.grad_y, [rows, tiles.width]),
             self.pool,
             self.places,
-            self.before,
-            self.offsets,
-            self.rare_tokens,
-            self.rare_values,
-            self.active.lists,
-            self.work,
-            self.counter,
+            self.frequent_list,
+            self.how_many,
+            *self.targets(),
+            self.blocks,
             operands.neurons,
+            operands.features,
+            operands.outputs,
             self.rows,
-            self.rare_tokens.shape[0],
-            GATED=self.gated,
-            CHUNK=tiles.chunk,
-            ENTRIES=tiles.entries,
-            ROWS=self.active.rows,
         )
-        wide = max(operands.features, operands.outputs)
-        across = cdiv(wide, tiles.rare_width)
-        rare_weights[(min(self.target.processors * _PER_PROCESSOR, operands.neurons), across)](
+        for first, matrices in _runs(self.wanted):
+            constants = {
+                "FIRST": first,
+                "MATRICES": matrices,
+                "NEURONS": tiles.neurons,
+                "WIDTH": tiles.width,
+                "ROWS": rows,
+                "PRECISION": operands.precision,
+            }
+            most = cdiv(operands.neurons, tiles.neurons) * cdiv(wide, tiles.width) * matrices
+            grid = (min(self.target.processors, most),)
+            options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+            launch((self.kind, first), frequent_weights, grid, arguments, constants, **options)
+
+    def rare(self) -> None:
+        operands, tiles = self.operands, self.tiles
+        arguments = (
             operands.x,
             self.grad_y,
             self.rare_tokens,
@@ -318,24 +332,27 @@ class BackwardStages:
             self.firing,
             self.offsets,
             self.bounds,
-            self._or_pool(gradients.select),
-            self._or_pool(gradients.down),
-            self._or_pool(gradients.up),
+            *self.targets(),
             operands.features,
             operands.outputs,
             self.rare_tokens.shape[0],
-            HAS_SELECT=gradients.select is not None,
-            HAS_DOWN=gradients.down is not None,
-            HAS_UP=gradients.up is not None,
-            WIDTH=tiles.rare_width,
-            AHEAD=_AHEAD,
         )
+        constants = {
+            "HAS_SELECT": 1 in self.wanted,
+            "HAS_DOWN": 0 in self.wanted,
+            "HAS_UP": 2 in self.wanted,
+            "WIDTH": tiles.rare_width,
+            "AHEAD": tiles.ahead,
+        }
+        across = cdiv(max(operands.features, operands.outputs), tiles.rare_width)
+        grid = (min(self.target.processors * tiles.rare_programs, operands.neurons), across)
+        launch(self.kind, rare_weights, grid, arguments, constants, num_warps=tiles.rare_warps)
 
     def biases(self) -> None:
         neurons = self.operands.neurons
         for plane, target in ((1, self.gradients.select_bias), (2, self.gradients.up_bias)):
             if target is not None:
-                bias_sums[(cdiv(neurons, self.tiles.entries),)](
+                arguments = (
                     self.pool,
                     self.places,
                     self.bounds,
@@ -344,23 +361,16 @@ class BackwardStages:
                     neurons,
                     self.rows,
                     plane,
-                    NEURONS=self.tiles.entries,
-                    ROWS=self.active.rows,
                 )
+                constants = {"NEURONS": self.tiles.entries, "ROWS": self.active.rows}
+                grid = (cdiv(neurons, self.tiles.entries),)
+                launch((self.kind, plane), bias_sums, grid, arguments, constants)
 
-    def _wanted_planes(self) -> list[int]:
-        """Planes of the pool that a weight's gradient needs."""
+    def targets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of select, down and up; any tensor where a kernel is told that there is none."""
         gradients = self.gradients
-        wanted = {0: gradients.down, 1: gradients.select, 2: gradients.up}
-        return [plane for plane, target in wanted.items() if target is not None]
-
-    def _or_pool(self, target: Tensor | None) -> Tensor:
-        """`target`, or any tensor in its place where a kernel is told that there is none."""
-        return self.pool if target is None else target
-
-    def _elementwise_grid(self) -> tuple[int]:
-        most = self.blocks * self.chunks_per_round * (self.tiles.chunk // self.tiles.entries)
-        return (min(self.target.processors * _PER_PROCESSOR, most),)
+        targets = (gradients.select, gradients.down, gradients.up)
+        return tuple(self.pool if target is None else target for target in targets)
 
     def _allocate(self) -> None:
         blocks, neurons = self.blocks, self.operands.neurons
@@ -369,8 +379,8 @@ class BackwardStages:
         def numbers(*shape: int) -> Tensor:
             return new(*shape, dtype=torch.int32)
 
-        # One allocation that starts as zeros: places, and a counter of each kind for every round.
-        cleared = self.operands.x.new_zeros(blocks * neurons + 2 * ROUNDS, dtype=torch.int32)
+        # One allocation that starts as zeros: places, and two counters for every round, 16 bytes apart.
+        cleared = self.operands.x.new_zeros(blocks * neurons + 8 * ROUNDS, dtype=torch.int32)
         self.places, self.counters = cleared[: blocks * neurons], cleared[blocks * neurons :]
         self.pool = new(self.planes, self.rows, self.active.rows)
         self.spans, self.work = numbers(blocks, 3), numbers(blocks * self.chunks_per_round, 3)
@@ -394,7 +404,7 @@ class BackwardStages:
         )
 
 
-def _runs(planes: list[int]) -> list[tuple[int, int]]:
+def _runs(planes: tuple[int, ...]) -> list[tuple[int, int]]:
     """(first, number) of neighbouring planes."""
     runs: list[tuple[int, int]] = []
     for plane in planes:

@@ -15,7 +15,8 @@ from ..target import Target
 class BackwardTiles:
     """chunk: listed neurons of a work item; entries: of one program that goes element by element.
     depth: features (or, for grad_x, neurons) of one step of a product; width: columns of grad_x, and of the
-    weight gradients of frequent neurons, in tiles of `neurons`; rare_width: columns of rare ones."""
+    weight gradients of frequent neurons, in tiles of `neurons`. Of rare ones: columns (rare_width), tokens
+    whose rows are asked for at once (ahead), warps, programs per processor."""
 
     chunk: int
     entries: int
@@ -23,19 +24,32 @@ class BackwardTiles:
     width: int
     neurons: int
     rare_width: int
+    rare_warps: int
+    rare_programs: int
+    ahead: int
     warps: int
     stages: int
 
 
 _LARGE = BackwardTiles(
-    chunk=128, entries=32, depth=64, width=128, neurons=128, rare_width=1024, warps=8, stages=3
+    chunk=128,
+    entries=32,
+    depth=64,
+    width=128,
+    neurons=128,
+    rare_width=1024,
+    rare_warps=4,
+    rare_programs=8,
+    ahead=8,
+    warps=8,
+    stages=3,
 )
 
 
 @lru_cache(maxsize=64)
 def backward_tiles(target: Target, dtype: torch.dtype) -> BackwardTiles:
     if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
-        return replace(_LARGE, chunk=32, entries=16, depth=16, width=32, neurons=32, rare_width=32)
+        return replace(_LARGE, chunk=32, entries=16, depth=16, width=32, neurons=32, rare_width=32, ahead=4)
     if element_bytes(dtype) > 2:  # exact float32 products run on the ordinary units: small tiles
         return replace(_LARGE, chunk=64, depth=16, width=64, neurons=64, stages=2)
     if target.shared_memory < 200 << 10:

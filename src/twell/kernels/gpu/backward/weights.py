@@ -100,6 +100,7 @@ def rare_weights(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    ahead = tl.arange(0, AHEAD)
     for neuron in range(tl.load(bounds) + tl.program_id(0), tl.load(bounds + 1), tl.num_programs(0)):
         offset = tl.load(offsets + neuron)
         if offset >= 0:
@@ -107,25 +108,26 @@ def rare_weights(
             sum_select = tl.zeros([WIDTH], tl.float32)
             sum_down = tl.zeros([WIDTH], tl.float32)
             sum_up = tl.zeros([WIDTH], tl.float32)
+            coming = tl.load(tokens + offset + ahead, mask=offset + ahead < end, other=0)
             for first in range(offset, end, AHEAD):
-                for step in tl.static_range(AHEAD):
-                    at = first + step
-                    token = tl.load(tokens + at, mask=at < end, other=0).to(tl.int64)
-                    if HAS_SELECT or HAS_UP:
-                        here = column < tl.where(at < end, D, 0)
-                        row = tl.load(x + token * D + column, mask=here, other=0.0)
-                        row = row.to(tl.float32)
-                    if HAS_SELECT:
-                        value = tl.load(values + capacity + at, mask=at < end, other=0.0)
-                        sum_select += value.to(tl.float32) * row
-                    if HAS_UP:
-                        value = tl.load(values + 2 * capacity + at, mask=at < end, other=0.0)
-                        sum_up += value.to(tl.float32) * row
-                    if HAS_DOWN:
-                        here = column < tl.where(at < end, E, 0)
-                        row = tl.load(grad + token * E + column, mask=here, other=0.0)
-                        value = tl.load(values + at, mask=at < end, other=0.0)
-                        sum_down += value.to(tl.float32) * row.to(tl.float32)
+                at = first + ahead
+                token = coming.to(tl.int64)[:, None]
+                coming = tl.load(tokens + at + AHEAD, mask=at + AHEAD < end, other=0)
+                if HAS_SELECT or HAS_UP:
+                    inside = (at < end)[:, None] & (column < D)[None, :]
+                    row = tl.load(x + token * D + column[None, :], mask=inside, other=0.0).to(tl.float32)
+                if HAS_DOWN:
+                    inside = (at < end)[:, None] & (column < E)[None, :]
+                    back = tl.load(grad + token * E + column[None, :], mask=inside, other=0.0).to(tl.float32)
+                if HAS_SELECT:
+                    value = tl.load(values + capacity + at, mask=at < end, other=0.0).to(tl.float32)
+                    sum_select += tl.sum(value[:, None] * row, 0)
+                if HAS_UP:
+                    value = tl.load(values + 2 * capacity + at, mask=at < end, other=0.0).to(tl.float32)
+                    sum_up += tl.sum(value[:, None] * row, 0)
+                if HAS_DOWN:
+                    value = tl.load(values + at, mask=at < end, other=0.0).to(tl.float32)
+                    sum_down += tl.sum(value[:, None] * back, 0)
             if HAS_SELECT:
                 tl.store(grad_select + neuron * D + column, sum_select.to(DTYPE), mask=column < D)
             if HAS_DOWN:

@@ -1,0 +1,183 @@
+"""The backward of a block on the CPU, computed on the active (token, neuron) pairs only.
+
+One dense product remains, the selector's: it says which pairs are active. Everything else is a number per
+pair: the up values and the gradient of the hidden values are sampled dot products, the gradient of x sums
+weight rows per token, and the gradients of the weights sum rows of x and grad_y per neuron.
+
+A pair that is skipped contributes an exact zero, so, as in the forward, a NaN or Inf that meets inactive
+neurons only stays where it is; one that meets an active neuron reaches its gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..activations import largest_at_most
+from .args import FfnArgs
+from .cpu_choice import sparse_can_pay
+from .cpu_weights import WeightViews
+from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, sampled_dot, weighted_row_sum
+from .dense import dense_backward
+
+# Shares of active pairs up to which the active set is faster.
+MAX_DENSITY = {torch.float32: 0.125, torch.float64: 0.03}
+MIN_TOKENS = 64
+
+# Sums run one row after the other, so their length bounds the error.
+CHUNK_TOKENS = 1024
+_MAX_ACTIVE = 1024
+
+_SAMPLED_SHARE = 32  # one token in so many is looked at before
+_SAMPLED_TOKENS = range(16, 65)
+_GOLDEN = 0.6180339887498949
+
+
+def cpu_backward(
+    args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+) -> tuple[Tensor | None, ...]:
+    """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias); see `dense_backward`.
+
+    Falls back to it where more pairs are active than pay, and where something has to see through the
+    operations: a trace, a transform, a second derivative. 16-bit operands are computed in float32 and
+    rounded once.
+    """
+    if not _may_skip(args, grad_y):
+        return dense_backward(args, grad_y, grad_l1, needed)
+    dtype, wide = args.x.dtype, torch.promote_types(args.x.dtype, torch.float32)
+    args = FfnArgs(*(None if t is None else t.to(wide) for t in args[:-1]), args.activation)
+    backward = sparse_backward if _is_sparse(args) else dense_backward
+    gradients = backward(args, grad_y.to(wide), grad_l1, needed)
+    return tuple(None if gradient is None else gradient.to(dtype) for gradient in gradients)
+
+
+def sparse_backward(
+    args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+) -> tuple[Tensor | None, ...]:
+    """The same on the active set, whatever its size; operands in float32 or float64."""
+    tokens = args.x.shape[0]
+    neuron_major = args.down.mT.is_contiguous()
+    grad_y = grad_y.contiguous()
+    args = args._replace(
+        x=args.x.contiguous(),
+        up=args.up.contiguous(),
+        down=args.down.mT.contiguous().mT,
+        gate=None if args.gate is None else args.gate.contiguous(),
+    )
+    l1_step = None if grad_l1 is None else (grad_l1 / max(tokens, 1)).to(grad_y.dtype)
+    grad_x = torch.empty_like(args.x) if needed.x else None
+    sums: list[Tensor | None] = [None] * 5
+    chunks = -(-tokens // CHUNK_TOKENS)
+    for index in range(chunks):
+        rows = slice(tokens * index // chunks, tokens * (index + 1) // chunks)
+        part = _Pairs(args._replace(x=args.x[rows]), grad_y[rows], l1_step)
+        if grad_x is not None:
+            grad_x[rows] = part.grad_x()
+        sums = [
+            new if old is None else old.add_(new)
+            for old, new in zip(sums, part.weight_sums(needed), strict=True)
+        ]
+    up, down, gate, up_bias, gate_bias = sums
+    if down is not None:
+        down = down.mT if neuron_major else down.mT.contiguous()
+    down_bias = grad_y.sum(0) if needed.down_bias else None
+    return grad_x, up, down, gate, up_bias, down_bias, gate_bias
+
+
+class _Pairs:
+    """The active pairs of one chunk of tokens, with a number of each kind for every one of them.
+
+    args: weights as `sparse_backward` lays them out, x [m, D]; grad_y [m, D].
+    """
+
+    def __init__(self, args: FfnArgs, grad_y: Tensor, l1_step: Tensor | None) -> None:
+        activation = args.activation
+        pre = linear(args.x, args.selector, args.selector_bias)
+        active = (pre <= largest_at_most(activation.threshold, pre.dtype)).logical_not_()  # NaN is active
+        pattern = RowPattern.of(active, int(torch.count_nonzero(active)))
+        pre = pre.view(-1).index_select(0, pattern.flat)
+        self._args, self._grad_y, self._pattern = args, grad_y, pattern
+
+        activated = activation(pre)
+        self._hidden, up = activated, None
+        if args.gate is not None:
+            up = sampled_dot(args.x, args.up, pattern, pattern.columns)
+            if args.up_bias is not None:
+                up += args.up_bias.index_select(0, pattern.columns)
+            self._hidden = activated * up
+        grad_hidden = sampled_dot(grad_y, args.down.mT, pattern, pattern.columns)
+        if l1_step is not None:
+            grad_hidden += self._hidden.sign() * l1_step
+        if up is None:
+            self._grad_up, self._grad_gate = activation.backward(grad_hidden, pre), None
+        else:
+            self._grad_up = grad_hidden * activated
+            self._grad_gate = activation.backward(grad_hidden * up, pre)
+
+    def grad_x(self) -> Tensor:
+        """[m, D]."""
+        pattern, args = self._pattern, self._args
+        grad_x = weighted_row_sum(args.up, self._grad_up, pattern, pattern.columns)
+        if args.gate is not None:
+            grad_x += weighted_row_sum(args.gate, self._grad_gate, pattern, pattern.columns)
+        return grad_x
+
+    def weight_sums(self, needed: FfnArgs) -> tuple[Tensor | None, ...]:
+        """Over these tokens: up [H, D], down [H, D], gate [H, D], up_bias [H], gate_bias [H]."""
+        gated = self._grad_gate is not None
+        by_neuron, order = None, None
+        if needed.up or needed.down or (gated and needed.gate):
+            by_neuron, order = _transposed(self._pattern)
+
+        def rows(wanted: bool, source: Tensor, scale: Tensor | None) -> Tensor | None:
+            if not wanted or scale is None:
+                return None
+            return weighted_row_sum(source, scale.index_select(0, order), by_neuron, by_neuron.columns)
+
+        def total(wanted: bool, values: Tensor | None) -> Tensor | None:
+            if not wanted or values is None:
+                return None
+            # In float64, which costs nothing here: a neuron may have been active for every token.
+            return torch.bincount(self._pattern.columns, values.double(), self._pattern.shape[1])
+
+        return (
+            rows(needed.up, self._args.x, self._grad_up),
+            rows(needed.down, self._grad_y, self._hidden),
+            rows(needed.gate, self._args.x, self._grad_gate),
+            total(needed.up_bias, self._grad_up),
+            total(needed.gate_bias, self._grad_gate),
+        )
+
+
+def _transposed(pattern: RowPattern) -> tuple[RowPattern, Tensor]:
+    """The pattern [H, m] of the same entries, and int64 [nnz]: where each was before."""
+    tokens, neurons = pattern.shape
+    token = pattern.flat // max(neurons, 1)
+    flat, order = torch.sort(pattern.columns * tokens + token)
+    return RowPattern(flat, torch.Size((neurons, tokens))), order
+
+
+def _may_skip(args: FfnArgs, grad_y: Tensor) -> bool:
+    """Whether the active set may be looked at, and the block is large enough for that to pay."""
+    tensors = [tensor for tensor in (*args[:-1], grad_y) if tensor is not None]
+    return (
+        SAMPLED_DOT_AVAILABLE
+        and args.x.shape[0] >= MIN_TOKENS
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+        and sparse_can_pay(WeightViews(args, tuned=False).site)
+    )
+
+
+def _is_sparse(args: FfnArgs) -> bool:
+    """Whether few enough pairs are active, from a sample of the tokens."""
+    tokens, neurons = args.x.shape[0], args.up.shape[0]
+    size = min(max(tokens // _SAMPLED_SHARE, _SAMPLED_TOKENS.start), _SAMPLED_TOKENS.stop - 1, tokens)
+    # Multiples of the golden ratio spread evenly without a period that a batch of sequences could share.
+    chosen = (torch.arange(size, dtype=torch.float64) * _GOLDEN % 1 * tokens).long()
+    pre = linear(args.x.index_select(0, chosen), args.selector, args.selector_bias)
+    inactive = pre <= largest_at_most(args.activation.threshold, pre.dtype)
+    active = neurons - int(torch.count_nonzero(inactive)) / size
+    return active <= min(MAX_DENSITY[pre.dtype] * neurons, _MAX_ACTIVE)
