@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..activations import largest_at_most
+from ..activations import Activation, largest_at_most
 from .args import FfnArgs
 from .cpu_choice import sparse_can_pay
 from .cpu_weights import WeightViews
@@ -86,27 +86,32 @@ def sparse_backward(
 
 
 class _Pairs:
-    """The active pairs of one chunk of tokens, with a number of each kind for every one of them.
+    """The active pairs of one chunk of tokens, by neuron, with a number of each kind for every one of them.
 
-    args: weights as `sparse_backward` lays them out, x [m, D]; grad_y [m, D].
+    args: contiguous x [m, D] and neuron-major weights; grad_y [m, D] contiguous.
+    By neuron, each row of weights is read once and the chunk's tokens are what is read again and again: D
+    4096, H 11008, 512 tokens, 10% active, dot products 159 ms, by token 394; D 1024, H 4096 14 and 19.
     """
 
     def __init__(self, args: FfnArgs, grad_y: Tensor, l1_step: Tensor | None) -> None:
         activation = args.activation
-        pre = linear(args.x, args.selector, args.selector_bias)
-        active = (pre <= largest_at_most(activation.threshold, pre.dtype)).logical_not_()  # NaN is active
+        pre = torch.mm(args.selector, args.x.mT)
+        if args.selector_bias is not None:
+            pre += args.selector_bias.unsqueeze(1)
+        active = _active(pre, activation)
         pattern = RowPattern.of(active, int(torch.count_nonzero(active)))
         pre = pre.view(-1).index_select(0, pattern.flat)
         self._args, self._grad_y, self._pattern = args, grad_y, pattern
+        self._neurons = pattern.flat // max(args.x.shape[0], 1)
 
         activated = activation(pre)
         self._hidden, up = activated, None
         if args.gate is not None:
-            up = sampled_dot(args.x, args.up, pattern, pattern.columns)
+            up = sampled_dot(args.up, args.x, pattern, pattern.columns)
             if args.up_bias is not None:
-                up += args.up_bias.index_select(0, pattern.columns)
+                up += args.up_bias.index_select(0, self._neurons)
             self._hidden = activated * up
-        grad_hidden = sampled_dot(grad_y, args.down.mT, pattern, pattern.columns)
+        grad_hidden = sampled_dot(args.down.mT, grad_y, pattern, pattern.columns)
         if l1_step is not None:
             grad_hidden += self._hidden.sign() * l1_step
         if up is None:
@@ -116,46 +121,44 @@ class _Pairs:
             self._grad_gate = activation.backward(grad_hidden * up, pre)
 
     def grad_x(self) -> Tensor:
-        """[m, D]."""
-        pattern, args = self._pattern, self._args
-        grad_x = weighted_row_sum(args.up, self._grad_up, pattern, pattern.columns)
-        if args.gate is not None:
-            grad_x += weighted_row_sum(args.gate, self._grad_gate, pattern, pattern.columns)
-        return grad_x
+        """[m, D]: sums over the neurons of each token, so the pairs are put in that order."""
+        args, (neurons, tokens) = self._args, self._pattern.shape
+        flat, order = torch.sort(self._pattern.columns * neurons + self._neurons)
+        by_token = RowPattern(flat, torch.Size((tokens, neurons)))
+
+        def sums(weight: Tensor, scale: Tensor) -> Tensor:
+            return weighted_row_sum(weight, scale.index_select(0, order), by_token, by_token.columns)
+
+        grad_x = sums(args.up, self._grad_up)
+        return grad_x if args.gate is None else grad_x.add_(sums(args.gate, self._grad_gate))
 
     def weight_sums(self, needed: FfnArgs) -> tuple[Tensor | None, ...]:
         """Over these tokens: up [H, D], down [H, D], gate [H, D], up_bias [H], gate_bias [H]."""
-        gated = self._grad_gate is not None
-        by_neuron, order = None, None
-        if needed.up or needed.down or (gated and needed.gate):
-            by_neuron, order = _transposed(self._pattern)
+        pattern = self._pattern
 
-        def rows(wanted: bool, source: Tensor, scale: Tensor | None) -> Tensor | None:
+        def sums(wanted: bool, tokens: Tensor, scale: Tensor | None) -> Tensor | None:
             if not wanted or scale is None:
                 return None
-            return weighted_row_sum(source, scale.index_select(0, order), by_neuron, by_neuron.columns)
+            return weighted_row_sum(tokens, scale, pattern, pattern.columns)
 
-        def total(wanted: bool, values: Tensor | None) -> Tensor | None:
+        def totals(wanted: bool, values: Tensor | None) -> Tensor | None:
             if not wanted or values is None:
                 return None
-            # In float64, which costs nothing here: a neuron may have been active for every token.
-            return torch.bincount(self._pattern.columns, values.double(), self._pattern.shape[1])
+            # In float64, which costs next to nothing: a neuron may be active for every token.
+            return torch.bincount(self._neurons, values.double(), pattern.shape[0])
 
         return (
-            rows(needed.up, self._args.x, self._grad_up),
-            rows(needed.down, self._grad_y, self._hidden),
-            rows(needed.gate, self._args.x, self._grad_gate),
-            total(needed.up_bias, self._grad_up),
-            total(needed.gate_bias, self._grad_gate),
+            sums(needed.up, self._args.x, self._grad_up),
+            sums(needed.down, self._grad_y, self._hidden),
+            sums(needed.gate, self._args.x, self._grad_gate),
+            totals(needed.up_bias, self._grad_up),
+            totals(needed.gate_bias, self._grad_gate),
         )
 
 
-def _transposed(pattern: RowPattern) -> tuple[RowPattern, Tensor]:
-    """The pattern [H, m] of the same entries, and int64 [nnz]: where each was before."""
-    tokens, neurons = pattern.shape
-    token = pattern.flat // max(neurons, 1)
-    flat, order = torch.sort(pattern.columns * tokens + token)
-    return RowPattern(flat, torch.Size((neurons, tokens))), order
+def _active(pre: Tensor, activation: Activation) -> Tensor:
+    """bool, as `pre`; written so that a NaN is active."""
+    return (pre <= largest_at_most(activation.threshold, pre.dtype)).logical_not_()
 
 
 def _may_skip(args: FfnArgs, grad_y: Tensor) -> bool:

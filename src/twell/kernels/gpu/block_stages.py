@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .down import down_blocks
+from .launch import launch
 from .lists import list_active
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
@@ -48,6 +49,21 @@ class BlockStages:
         self.chunk = 128 if self.hopper else self.tiles.up_chunk
         self.chunks = cdiv(operands.neurons, self.chunk)
         self.workspace = self._allocate(tokens)
+        # What decides, with the tokens of a slab, which compiled kernels run; see `launch`.
+        self.kind = (
+            operands.x.dtype,
+            operands.features,
+            operands.outputs,
+            operands.neurons,
+            self.tiles.rows,
+            self.chunk,
+            self.gated,
+            operands.plain,
+            operands.square,
+            operands.select_bias is None,
+            operands.up_bias is None,
+            operands.down_bias is None,
+        )
 
     @property
     def gated(self) -> bool:
@@ -90,7 +106,7 @@ class BlockStages:
     def list(self, tokens: int) -> None:
         """lists, counts and work items from active; select has set the counter to 0."""
         workspace, neurons = self.workspace, self.operands.neurons
-        list_active[(self.blocks(tokens),)](
+        arguments = (
             workspace.active,
             workspace.lists,
             workspace.counts,
@@ -98,10 +114,9 @@ class BlockStages:
             workspace.counter,
             neurons,
             self.chunks,
-            CHUNK=self.chunk,
-            WIDTH=power_of_two(neurons),
-            num_warps=8,
         )
+        constants = {"CHUNK": self.chunk, "WIDTH": power_of_two(neurons)}
+        launch(self.kind, list_active, (self.blocks(tokens),), arguments, constants, num_warps=8)
 
     def up(self, x: Tensor) -> None:
         """hidden from values; nothing to do if the block is not gated."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .hopper_down import down_blocks_hopper
 from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
+from .launch import launch
 from .numbers import cdiv
 
 if TYPE_CHECKING:
@@ -25,12 +27,13 @@ _DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def layout(shape: list[int], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for(shape, _ELEMENT[dtype])
+@lru_cache(maxsize=256)
+def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _ELEMENT[dtype])
 
 
 def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, block, layout(block, tensor.dtype))
+    return TensorDescriptor.from_tensor(tensor, block, layout(*block, tensor.dtype))
 
 
 def launch_select(stages: BlockStages, x: Tensor) -> None:
@@ -38,7 +41,7 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
     tokens = 2 * tiles.rows
     neurons = _SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
-    select_blocks_hopper[(min(stages.target.processors, work),)](
+    arguments = (
         describe(x, [tokens, _DEPTH]),
         describe(operands.select, [neurons, _DEPTH]),
         operands.pointer(operands.select_bias),
@@ -49,19 +52,22 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
         operands.neurons,
         operands.features,
         operands.threshold,
-        ROWS=tiles.rows,
-        HAS_BIAS=operands.select_bias is not None,
-        PLAIN=operands.plain,
-        SQUARE=operands.square,
-        STAGES=_SELECT_STAGES,
-        num_warps=4,
     )
+    constants = {
+        "ROWS": tiles.rows,
+        "HAS_BIAS": operands.select_bias is not None,
+        "PLAIN": operands.plain,
+        "SQUARE": operands.square,
+        "STAGES": _SELECT_STAGES,
+    }
+    grid = (min(stages.target.processors, work),)
+    kind = stages.kind, x.shape[0]
+    launch(kind, select_blocks_hopper, grid, arguments, constants, num_warps=4)
 
 
 def launch_up(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
-    most = stages.blocks(x.shape[0]) * stages.chunks
-    up_blocks_hopper[(min(stages.target.processors, most),)](
+    arguments = (
         describe(x, [tiles.rows, _DEPTH]),
         operands.up,
         operands.pointer(operands.up_bias),
@@ -74,18 +80,22 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
         operands.neurons,
         operands.features,
         stages.chunks,
-        HAS_BIAS=operands.up_bias is not None,
-        CHUNK=stages.chunk,
-        W_LAYOUT=layout([stages.chunk, _DEPTH], x.dtype),
-        STAGES=_UP_STAGES,
-        num_warps=4,
     )
+    constants = {
+        "HAS_BIAS": operands.up_bias is not None,
+        "CHUNK": stages.chunk,
+        "W_LAYOUT": layout(stages.chunk, _DEPTH, x.dtype),
+        "STAGES": _UP_STAGES,
+    }
+    grid = (min(stages.target.processors, stages.blocks(x.shape[0]) * stages.chunks),)
+    kind = stages.kind, x.shape[0]
+    launch(kind, up_blocks_hopper, grid, arguments, constants, num_warps=4)
 
 
 def launch_down(stages: BlockStages, y: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     blocks = stages.blocks(y.shape[0])
-    down_blocks_hopper[(min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)](
+    arguments = (
         describe(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
         operands.pointer(operands.down_bias),
@@ -96,8 +106,12 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
         operands.neurons,
         operands.outputs,
         stages.chunks * stages.chunk,
-        HAS_BIAS=operands.down_bias is not None,
-        W_LAYOUT=layout([_DEPTH, _DOWN_WIDTH], y.dtype),
-        STAGES=_DOWN_STAGES,
-        num_warps=4,
     )
+    constants = {
+        "HAS_BIAS": operands.down_bias is not None,
+        "W_LAYOUT": layout(_DEPTH, _DOWN_WIDTH, y.dtype),
+        "STAGES": _DOWN_STAGES,
+    }
+    grid = (min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)
+    kind = stages.kind, y.shape[0]
+    launch(kind, down_blocks_hopper, grid, arguments, constants, num_warps=4)

@@ -24,7 +24,7 @@ def launch_products(
     stages: BackwardStages, grid: tuple[int], arguments: tuple, constants: dict[str, object]
 ) -> None:
     chunk = stages.tiles.chunk
-    own = {"W_LAYOUT": layout([chunk, _DEPTH], stages.operands.x.dtype), "STAGES": _PRODUCT_STAGES}
+    own = {"W_LAYOUT": layout(chunk, _DEPTH, stages.operands.x.dtype), "STAGES": _PRODUCT_STAGES}
     launch(stages.kind, gather_products_hopper, grid, arguments, constants | own, num_warps=4)
 
 
@@ -46,7 +46,7 @@ def launch_inputs(stages: BackwardStages, turn: int) -> None:
     )
     constants = {
         "LATER": int(turn > 0),
-        "W_LAYOUT": layout([_DEPTH, _WIDTH], operands.x.dtype),
+        "W_LAYOUT": layout(_DEPTH, _WIDTH, operands.x.dtype),
         "STAGES": _INPUT_STAGES,
     }
     grid = (min(stages.target.processors, tiles),)
@@ -75,7 +75,7 @@ def launch_frequent(stages: BackwardStages) -> None:
     constants = {
         "MATRICES": len(planes),
         "NEURONS": neurons,
-        "V_LAYOUT": layout([neurons, _DEPTH], operands.x.dtype),
+        "V_LAYOUT": layout(neurons, _DEPTH, operands.x.dtype),
         "STAGES": _WEIGHT_STAGES,
     }
     grid = (min(stages.target.processors, most),)

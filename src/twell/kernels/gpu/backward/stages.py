@@ -34,9 +34,11 @@ from .tiles import backward_tiles
 from .weights import bias_sums, frequent_weights, rare_weights
 
 ROUNDS = 3
-# A neuron is frequent if it fires for more than one token in so many: then a dense product over all tokens
-# (a third of a microsecond of the device per neuron and 16,384 tokens) costs less than its tokens one by one.
-FREQUENT = 128
+# A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
+# dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to three times as
+# often is a matter of what fills the device; see `order_neurons`.
+RARE = 128
+_CANDIDATES = 3
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 _COUNT_NEURONS, _COUNT_BLOCKS = 32, 128
 _PER_PROCESSOR = 8  # programs of kernels that go element by element
@@ -94,7 +96,7 @@ class BackwardStages:
         self.hopper = self._hopper_fits()
         self.blocks = cdiv(operands.tokens, active.rows)
         self.chunks_per_round = cdiv(cdiv(operands.neurons, self.tiles.chunk), ROUNDS)
-        self.limit = max(operands.tokens // FREQUENT, 1)
+        self.limit = max(operands.tokens // RARE, 1)
         # Planes of the pool that the gradient of a weight needs.
         weights = {0: gradients.down, 1: gradients.select, 2: gradients.up}
         self.wanted = tuple(plane for plane, target in weights.items() if target is not None)
@@ -214,6 +216,8 @@ class BackwardStages:
         arguments = (self.places, self.before, self.firing, self.blocks, neurons)
         constants = {"NEURONS": _COUNT_NEURONS, "GROUP": _COUNT_BLOCKS}
         launch(self.kind, count_tokens, (cdiv(neurons, _COUNT_NEURONS),), arguments, constants)
+        width = 256 if self.hopper else self.tiles.width
+        wide = max(self.operands.features, self.operands.outputs)
         arguments = (
             self.firing,
             self.bounds,
@@ -221,9 +225,13 @@ class BackwardStages:
             self.how_many,
             self.offsets,
             neurons,
+            self.operands.tokens,
             self.limit,
+            self.target.processors,
+            cdiv(wide, width) * len(self.wanted),
         )
-        launch(self.kind, order_neurons, (1,), arguments, {"WIDTH": power_of_two(neurons)}, num_warps=16)
+        constants = {"NEURONS": self.tiles.neurons, "CANDIDATES": _CANDIDATES, "WIDTH": power_of_two(neurons)}
+        launch(self.kind, order_neurons, (1,), arguments, constants, num_warps=16)
 
     def combine(self) -> None:
         operands, tiles = self.operands, self.tiles
@@ -388,8 +396,8 @@ class BackwardStages:
         # The Hopper kernels read a whole tile of neurons without asking where the list ends.
         self.frequent_list = numbers(neurons + 256)
         self.before = numbers(blocks * neurons)
-        # Rare neurons fire for at most `limit` tokens each.
-        capacity = neurons * self.limit
+        # Rare neurons fire for at most so many tokens each.
+        capacity = neurons * self.limit * _CANDIDATES
         self.rare_tokens, self.rare_values = numbers(capacity), new(self.planes, capacity)
 
     def _hopper_fits(self) -> bool:
