@@ -17,22 +17,21 @@ Outputs are compared with float32 in the same run. Run it on an idle GPU:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
+from _ffn import CHECKED, console, layer, measured_nnz, save, shape_of, tokens
 from twell import Plan, SparseMLP, ffn, reference
 from twell.activations import Activation
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.block_stages import BlockStages
 from twell.kernels.gpu.operands import prepare
-from twell.measure import Record, Timing, compare, make_record, write_records
+from twell.measure import Record, Timing, compare, make_record
 from twell.measure.ffn import BASELINE, COMPILED, stock_dense
-from twell.synthetic import load_trace, make_ffn
+from twell.synthetic import load_trace
 
 RESULTS = Path(__file__).parent / "results" / "ffn_inference.jsonl"
 HIDDEN, NEURONS = 2048, 5632
@@ -42,8 +41,6 @@ PREFILL, DECODE = (1024, 4096, 8192, 16384, 65536, 131072), (1, 8, 32, 64)
 GRAPHS = (256, 1024, 2048, 4096)
 SHAPES = ((1024, 4096), (4096, 11008), (5120, 14336))
 COLD_BYTES = 1 << 30  # weights of the decode graphs: twenty times the L2 cache
-CHECKED = 256  # tokens compared with float32
-console = Console(width=150)
 
 
 class Bench:
@@ -62,30 +59,11 @@ class Bench:
         return record
 
 
-def layer(hidden: int, neurons: int, nnz: float, gated: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
-    """up, down (neuron-major), gate on the GPU."""
-    block = make_ffn(1, hidden, neurons, nnz, gated=gated, dtype=torch.bfloat16, device="cuda")
-    return block.up, block.down.mT.contiguous().mT, block.gate
-
-
 def shuffled(weights: tuple[Tensor, Tensor, Tensor | None], copies: int) -> list[tuple[Tensor, ...]]:
     """Layers with the same neurons in other orders: as different to the caches as layers of a model."""
     up, down, gate = weights
     orders = [torch.randperm(up.shape[0], device="cuda") for _ in range(copies)]
     return [(up[o], down.mT[o].mT, gate[o]) for o in orders]
-
-
-def measured_nnz(x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None]) -> float:
-    up, _, gate = weights
-    some = x[: 8 * CHECKED] @ (up if gate is None else gate).mT
-    return (some > 0).sum().item() / some.shape[0]
-
-
-def tokens(count: int, hidden: int) -> Tensor:
-    """As `make_ffn` draws them: feature 0 constant, the others normal."""
-    x = torch.randn(count, hidden, device="cuda", dtype=torch.float32)
-    x[:, 0] = 8.0
-    return x.to(torch.bfloat16)
 
 
 def error(y: Tensor, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None]) -> float:
@@ -94,10 +72,6 @@ def error(y: Tensor, x: Tensor, weights: tuple[Tensor, Tensor, Tensor | None]) -
     rows = torch.cat([rows[:CHECKED], rows[-CHECKED:]]).unique()
     up, down, gate = weights
     return reference.relative_error(y[rows], reference.ffn(x[rows], up, down, gate, dtype=torch.float32).y)
-
-
-def shape_of(count: int, hidden: int, neurons: int, gated: bool = True) -> dict[str, int | str | bool]:
-    return {"M": count, "D": hidden, "H": neurons, "dtype": "bfloat16", "gated": gated}
 
 
 def show(record: Record) -> None:
@@ -380,14 +354,8 @@ def main() -> None:
         for name, run in sections(options):
             if not options.only or name in options.only:
                 run(bench)
-                save(bench.records, options)  # after every section: an interrupted run keeps what it has
-
-
-def save(records: list[Record], options: argparse.Namespace) -> None:
-    if options.commit:
-        records = [dataclasses.replace(r, commit=options.commit) for r in records]
-    write_records(options.out, records)
-    console.print(f"{len(records)} records in {options.out}")
+                # After every section: an interrupted run keeps what it has.
+                save(bench.records, options.out, options.commit)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from pathlib import Path
 from PIL import Image
 
 import tables_gpu
+import tables_training
 from twell.measure import Record, read_records
 from twell.report.plots import speedup_curves
 
@@ -138,19 +139,24 @@ TABLES: dict[str, Callable[[], str]] = {
     "format-memory": format_memory,
     "measured-on": measured_on,
     **tables_gpu.TABLES,
+    **tables_training.TABLES,
 }
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot and the data it shows; `draw` takes the target path and the metadata to store in it."""
+    """A plot and the data it shows; `draw` takes the target path and the metadata to store in it.
+
+    Without data (nothing measured yet) there is no plot.
+    """
 
     path: Path
     data: Callable[[], object]
     draw: Callable[[object, Path, dict[str, str]], None]
 
-    def digest(self) -> str:
-        return hashlib.sha256(json.dumps(self.data(), sort_keys=True).encode()).hexdigest()
+    def digest(self) -> str | None:
+        data = self.data()
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest() if data else None
 
     def stored_digest(self) -> str | None:
         if not self.path.exists():
@@ -182,6 +188,7 @@ def _draw_speedup_curves(data: object, path: Path, metadata: dict[str, str]) -> 
 FIGURES = [
     Figure(ROOT / "docs/figures/cpu_speedup.png", _speedup_curves_data, _draw_speedup_curves),
     Figure(ROOT / "docs/figures/gpu_speedup.png", tables_gpu.curves_data, tables_gpu.draw_curves),
+    Figure(ROOT / "docs/figures/gpu_training.png", tables_training.curves_data, tables_training.draw_curves),
 ]
 
 
@@ -207,8 +214,9 @@ def regenerate() -> None:
     for document in DOCUMENTS:
         document.write_text(render(document.read_text()))
     for figure in FIGURES:
-        figure.path.parent.mkdir(parents=True, exist_ok=True)
-        figure.draw(figure.data(), figure.path, {_DIGEST: figure.digest()})
+        if data := figure.data():
+            figure.path.parent.mkdir(parents=True, exist_ok=True)
+            figure.draw(data, figure.path, {_DIGEST: figure.digest()})
 
 
 def _ms(seconds: float) -> str:

@@ -18,7 +18,7 @@ def gpu_records(section: str, **shape: object) -> list[Record]:
     return [r for r in records if r.what.startswith(wanted) and shape.items() <= r.shape.items()]
 
 
-def _by_nnz(records: list[Record]) -> dict[int, dict[int, Record]]:
+def by_nnz(records: list[Record]) -> dict[int, dict[int, Record]]:
     """tokens -> wanted nnz -> record."""
     cells: dict[int, dict[int, Record]] = {}
     for record in records:
@@ -27,17 +27,17 @@ def _by_nnz(records: list[Record]) -> dict[int, dict[int, Record]]:
     return cells
 
 
-def _nnz_name(nnz: int, neurons: int = 5632) -> str:
+def nnz_name(nnz: int, neurons: int = 5632) -> str:
     return "all active" if nnz == neurons else f"nnz {nnz}"
 
 
-def _grid(
+def grid(
     rows: dict[int, dict[int, Record]], dense: Callable[[float], str], cell: Callable[[int, int], str]
 ) -> str:
     """Tokens down, nnz across; `dense` writes dense's time, `cell` what stands at (tokens, nnz)."""
     columns = sorted(next(iter(rows.values())))
     lines = [
-        "| tokens | dense | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "| tokens | dense | " + " | ".join(map(nnz_name, columns)) + " |",
         "|---:|---:|" + "---:|" * len(columns),
     ]
     for tokens, row in sorted(rows.items()):
@@ -48,25 +48,25 @@ def _grid(
 
 def gpu_prefill() -> str:
     """Automatic plan over eager dense, tokens x nnz."""
-    cells = _by_nnz(gpu_records("prefill/auto", D=2048, H=5632, gated=True))
+    cells = by_nnz(gpu_records("prefill/auto", D=2048, H=5632, gated=True))
     cells = {tokens: cells[tokens] for tokens in (8192, 16384, 65536, 131072)}
-    return _grid(cells, _ms, lambda tokens, nnz: f"{cells[tokens][nnz].ratio:.2f}x")
+    return grid(cells, ms, lambda tokens, nnz: f"{cells[tokens][nnz].ratio:.2f}x")
 
 
 def gpu_decode() -> str:
     """The few-token kernels inside CUDA graphs over dense inside CUDA graphs, tokens x nnz."""
-    cells = _by_nnz(gpu_records("decode/sparse", D=2048, H=5632))
-    return _grid(cells, _us, lambda tokens, nnz: f"{cells[tokens][nnz].ratio:.2f}x")
+    cells = by_nnz(gpu_records("decode/sparse", D=2048, H=5632))
+    return grid(cells, _us, lambda tokens, nnz: f"{cells[tokens][nnz].ratio:.2f}x")
 
 
 def gpu_graphs() -> str:
     """Between few and many tokens, in CUDA graphs: the block path, and what automatic plans make of it."""
-    sparse, auto = (_by_nnz(gpu_records(f"graphs/{name}")) for name in ("sparse", "auto"))
+    sparse, auto = (by_nnz(gpu_records(f"graphs/{name}")) for name in ("sparse", "auto"))
 
     def both(tokens: int, nnz: int) -> str:
         return f"{sparse[tokens][nnz].ratio:.2f}x ({auto[tokens][nnz].ratio:.2f}x)"
 
-    return _grid(sparse, _us, both)
+    return grid(sparse, _us, both)
 
 
 def gpu_decode_other() -> str:
@@ -89,10 +89,10 @@ def gpu_decode_other() -> str:
 
 def gpu_rows() -> str:
     """The row path over eager dense."""
-    cells = _by_nnz(gpu_records("prefill/row"))
+    cells = by_nnz(gpu_records("prefill/row"))
     columns = sorted(cells[65536])
     lines = [
-        "| tokens | " + " | ".join(map(_nnz_name, columns)) + " |",
+        "| tokens | " + " | ".join(map(nnz_name, columns)) + " |",
         "|---:|" + "---:|" * len(columns),
     ]
     for tokens, row in sorted(cells.items()):
@@ -111,7 +111,7 @@ def gpu_kernels() -> str:
         rows.setdefault(round(record.sparsity["nnz"]), {})[record.what.rsplit("/", 1)[1]] = record
     for nnz, row in sorted(rows.items()):
         names = ("matmul", "select", "select_list", "up", "down")
-        cells = " | ".join(f"{_ms(row[n].value)}, {row[n].sparsity['tflops']:.0f}" for n in names)
+        cells = " | ".join(f"{ms(row[n].value)}, {row[n].sparsity['tflops']:.0f}" for n in names)
         lines.append(f"| {nnz} | {row['up'].sparsity['union']:.0f} | {cells} |")
     return "\n".join(lines)
 
@@ -125,8 +125,8 @@ def gpu_traces() -> str:
     for record in gpu_records("traces/"):
         nnz, union = record.sparsity["nnz"], record.sparsity["union"]
         lines.append(
-            f"| {record.what.rsplit('_', 1)[1]} | {nnz:.0f} | {union:.0f} | {_ms(record.baseline_value)} "
-            f"| {_ms(record.value)} | {record.ratio:.2f}x | {record.error:.0e} |"
+            f"| {record.what.rsplit('_', 1)[1]} | {nnz:.0f} | {union:.0f} | {ms(record.baseline_value)} "
+            f"| {ms(record.value)} | {record.ratio:.2f}x | {record.error:.0e} |"
         )
     return "\n".join(lines)
 
@@ -149,7 +149,7 @@ def gpu_other() -> str:
         ours = "dense compiled" if record in compiled else "ours"
         lines.append(
             f"| {name} | {shape['M']:,} | {shape['D']} | {shape['H']} | {record.sparsity['nnz']:.0f} "
-            f"| {_ms(record.baseline_value)} | {ours} {_ms(record.value)} | {record.ratio:.2f}x |"
+            f"| {ms(record.baseline_value)} | {ours} {ms(record.value)} | {record.ratio:.2f}x |"
         )
     return "\n".join(lines)
 
@@ -184,7 +184,7 @@ def draw_curves(data: object, path: Path, metadata: dict[str, str]) -> None:
     )
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
 
 

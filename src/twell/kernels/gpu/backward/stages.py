@@ -35,8 +35,8 @@ from .weights import bias_sums, frequent_weights, rare_weights
 
 ROUNDS = 3
 # A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
-# dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to three times as
-# often is a matter of what fills the device; see `order_neurons`.
+# dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to three
+# times as often is a matter of what fills the device; see `order_neurons`.
 RARE = 128
 _CANDIDATES = 3
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
