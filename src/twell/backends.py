@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from ._checks import reject
-from .kernels.args import FfnArgs, FfnOutput, Skip
+from .kernels import cpu_training
+from .kernels.args import FfnArgs, FfnOutput, Gradients, Saved, Skip
 from .kernels.cpu import cpu_forward
 from .kernels.cpu_choice import sparse_can_pay
 from .kernels.cpu_weights import CpuSite
 from .kernels.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.dense import dense_backward, dense_forward
+from .kernels.gpu.sizes import list_sizes
 
 PATHS = ("auto", "dense", "row", "block")
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,7 +45,23 @@ class Site:
 
 
 Forward = Callable[[FfnArgs, str, int, bool], FfnOutput]
-Backward = Callable[[FfnArgs, Tensor, Tensor | None, FfnArgs], tuple[Tensor | None, ...]]
+Backward = Callable[[FfnArgs, Tensor, Tensor | None, FfnArgs], Gradients]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Training kernels whose backward takes over something from the forward.
+
+    forward:   (args, path, block_rows, record) -> FfnOutput and what the backward wants saved.
+    backward:  (args, saved, block_rows, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments.
+    sizes:     (tokens, neurons, block_rows) -> sizes of the two saved tensors.
+    skip:      FfnArgs -> whether an automatic plan should leave this step to dense PyTorch and autograd.
+    """
+
+    forward: Callable[[FfnArgs, str, int, bool], tuple[FfnOutput, Saved]]
+    backward: Callable[[FfnArgs, Saved, int, Tensor, Tensor | None, FfnArgs], Gradients]
+    sizes: Callable[[int, int, int], tuple[int, int]]
+    skip: Callable[[FfnArgs], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +75,9 @@ class Backend:
     forward:     (args, path, block_rows, record) -> FfnOutput; block_rows 0 means its default.
     skip:        FfnArgs -> whether an automatic plan should leave this call, and how many more of its kind,
                  to dense PyTorch. Asked before eager calls: what costs less than running the op to find out.
-    backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments, built from
-                 traceable ops; None means the dense backward.
+    backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments; None means the
+                 dense backward.
+    training:    kernels for training that do more than that; None if there are none.
     """
 
     name: str
@@ -68,6 +87,12 @@ class Backend:
     worthwhile: Callable[[Site], bool] = lambda site: True
     skip: Callable[[FfnArgs], Skip] | None = None
     backward: Backward | None = None
+    training: Training | None = None
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a backward of its own."""
+        return self.backward is not None or self.training is not None
 
     def refuses(self, site: Site, path: str) -> str | None:
         """Why this backend cannot run `path` at `site`, or None."""
@@ -173,6 +198,26 @@ def _gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> Ffn
     return gpu_forward(args, path, block_rows, record)
 
 
+def _gpu_train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:
+    from .kernels.gpu.training import train_forward
+
+    return train_forward(args, path, block_rows, record)
+
+
+def _gpu_train_backward(
+    args: FfnArgs, saved: Saved, block_rows: int, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+) -> Gradients:
+    from .kernels.gpu.training import train_backward
+
+    return train_backward(args, saved, block_rows, grad_y, grad_l1, needed)
+
+
+def _gpu_train_skip(args: FfnArgs) -> bool:
+    from .kernels.gpu.training import trains_dense
+
+    return trains_dense(args)
+
+
 register_backend(
     Backend(
         name="dense",
@@ -189,6 +234,12 @@ register_backend(
         refusal=_cpu_refusal,
         worthwhile=_cpu_worthwhile,
         forward=cpu_forward,
+        training=Training(
+            forward=cpu_training.train_forward,
+            backward=cpu_training.train_backward,
+            sizes=cpu_training.sizes,
+            skip=cpu_training.trains_dense,
+        ),
     )
 )
 register_backend(
@@ -200,5 +251,11 @@ register_backend(
         worthwhile=lambda site: site.device_type == "cuda" and site.dtype != torch.float32,
         forward=_gpu_forward,
         skip=_gpu_skip,
+        training=Training(
+            forward=_gpu_train_forward,
+            backward=_gpu_train_backward,
+            sizes=list_sizes,
+            skip=_gpu_train_skip,
+        ),
     )
 )

@@ -17,7 +17,7 @@ from .activations import Activation
 from .backends import Site, get_backend
 from .kernels.args import RUN, FfnArgs, FfnOutput, Skip
 from .kernels.dense import dense_forward
-from .ops import ffn_op
+from .ops import ffn_op, train_op
 from .plan import Plan, resolution_state, resolve
 
 
@@ -142,12 +142,15 @@ def _dispatch(
     )
     args = FfnArgs(_flat(x), *tensors[1:], activation)
     observed = _observed(tensors)
-    skip = RUN if observed else _skip(path, backend, args)
+    skip = _skip(path, backend, args, observed, training)
     if skip.dense or (path == "dense" and backend == "dense"):
         output = dense_forward(args, record)
         if skip.ahead and lasting and not record:
             grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
-    elif training or observed:
+    elif training:
+        y, l1, firing, _, _ = train_op(*args[:-1], activation.spec, path, block_rows, backend, record)
+        output = FfnOutput(y, l1, firing)
+    elif observed:
         y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
     else:  # nobody looks: the dispatcher's 0.1 ms matter for few tokens
@@ -168,12 +171,18 @@ def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _skip(path: str, backend: str, args: FfnArgs) -> Skip:
-    """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
+def _skip(path: str, backend: str, args: FfnArgs, observed: bool, training: bool) -> Skip:
+    """Whether the backend leaves this call to dense PyTorch, without the op around it."""
     if path != "auto":
         return RUN
-    skip = get_backend(backend).skip
-    return RUN if skip is None else skip(args)
+    kernels = get_backend(backend)
+    if training and kernels.training is not None:
+        # What the compiler sees of a block it fuses, and the backward need not compute it again.
+        return _DENSE if torch.compiler.is_compiling() or kernels.training.skip(args) else RUN
+    return RUN if observed or kernels.skip is None else kernels.skip(args)
+
+
+_DENSE = Skip(dense=True)
 
 
 def _flat(x: Tensor) -> Tensor:

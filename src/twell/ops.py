@@ -1,7 +1,11 @@
-"""`torch.ops.twell.ffn`: the registered op that every sparse backend runs behind.
+"""The registered ops that every sparse backend runs behind; `twell.functional` is the public face.
 
-The op takes tokens flattened to [M, D] and a resolved plan; `twell.functional` is the public face.
-With `record` it also returns the L1 value and per-neuron firing counts, else empty tensors.
+    torch.ops.twell.ffn             the block
+    torch.ops.twell.ffn_train       the block, with what its backward wants saved
+    torch.ops.twell.ffn_backward    gradients of the block from that
+
+They take tokens flattened to [M, D] and a resolved plan. With `record`, the first two also return the L1
+value and per-neuron firing counts, else empty tensors.
 """
 
 from __future__ import annotations
@@ -11,37 +15,46 @@ from torch import Tensor
 
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import FfnArgs
+from .kernels.args import FfnArgs, Saved
 from .kernels.dense import dense_backward
 
+_OPERANDS = (
+    "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
+)
+_NUMBER = 7  # of operands
+_PLAN = "str activation, str path, int block_rows, str backend"
 _library = torch.library.Library("twell", "DEF")
+_library.define(f"ffn({_OPERANDS}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor)")
+_library.define(f"ffn_train({_OPERANDS}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(
-    "ffn(Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, "
-    "Tensor? gate_bias, str activation, str path, int block_rows, str backend, bool record) "
-    "-> (Tensor, Tensor, Tensor)"
+    f"ffn_backward(Tensor grad_y, Tensor? grad_l1, {_OPERANDS}, Tensor lists, Tensor counts, str activation, "
+    "int block_rows, str backend, bool[] needed) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _forward(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate_bias: Tensor | None,
-    activation: str,
-    path: str,
-    block_rows: int,
-    backend: str,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    act = Activation.parse(activation)
-    args = FfnArgs(x, up, down, gate, up_bias, down_bias, gate_bias, act)
+def _args(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
+    return FfnArgs(*tensors, Activation.parse(activation))
+
+
+def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
+    *tensors, activation, path, block_rows, backend, record = inputs
+    args = _args(tensors, activation)
     y, l1, firing = get_backend(backend).forward(args, path, block_rows, record)
-    if record:
-        return y, l1, firing
-    return y, *_no_statistics(x)
+    return (y, l1, firing) if record else (y, *_no_statistics(args.x))
+
+
+def _train_forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    *tensors, activation, path, block_rows, backend, record = inputs
+    args = _args(tensors, activation)
+    training = get_backend(backend).training
+    if training is None:
+        output = get_backend(backend).forward(args, path, block_rows, record)
+        saved = Saved(*(_integers(args.x, 0) for _ in range(2)))
+    else:
+        output, saved = training.forward(args, path, block_rows, record)
+    statistics = (output.l1, output.firing) if record else _no_statistics(args.x)
+    return output.y, *statistics, *saved
 
 
 def _fake(x: Tensor, up: Tensor, down: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,31 +66,130 @@ def _fake(x: Tensor, up: Tensor, down: Tensor, *rest) -> tuple[Tensor, Tensor, T
     return y, l1, x.new_empty(up.shape[0], dtype=torch.int64)
 
 
+def _train_fake(x: Tensor, up: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    block_rows, backend = rest[-3], rest[-2]
+    training = get_backend(backend).training
+    sizes = (0, 0) if training is None else training.sizes(x.shape[0], up.shape[0], block_rows)
+    return *_fake(x, up, *rest), *(_integers(x, size) for size in sizes)
+
+
 def _no_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(0, dtype=_statistics_dtype(x)), x.new_empty(0, dtype=torch.int64)
+
+
+def _integers(x: Tensor, size: int) -> Tensor:
+    return x.new_empty(size, dtype=torch.int32)
 
 
 def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _gradients(*inputs) -> tuple[Tensor, ...]:
+    """As the op returns them: empty where a gradient is not needed, that of `down` laid out like `down`."""
+    grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
+    args = _args(tensors, activation)
+    wanted = FfnArgs(*needed, args.activation)
+    kernels = get_backend(backend)
+    if kernels.training is not None:
+        saved = Saved(lists, counts)
+        found = kernels.training.backward(args, saved, block_rows, grad_y, grad_l1, wanted)
+    else:
+        found = (kernels.backward or dense_backward)(args, grad_y, grad_l1, wanted)
+    found = list(found)
+    if found[2] is not None:
+        found[2] = _laid_out_like(found[2], args.down)
+    return tuple(args.x.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
+def _laid_out_like(gradient: Tensor, down: Tensor) -> Tensor:
+    if down.mT.is_contiguous():
+        return gradient.mT.contiguous().mT
+    return gradient.contiguous()
+
+
+def _fake_gradients(*inputs) -> tuple[Tensor, ...]:
+    _grad_y, _grad_l1, *tensors, _lists, _counts, _activation, _block_rows, _backend, needed = inputs
+    found = []
+    for place, (tensor, wanted) in enumerate(zip(tensors, needed, strict=True)):
+        if not wanted or tensor is None:
+            found.append(tensors[0].new_empty(0))
+        elif place == 2 and tensor.mT.is_contiguous():
+            found.append(tensor.new_empty(tensor.shape[1], tensor.shape[0]).mT)
+        else:
+            found.append(tensor.new_empty(tensor.shape))
+    return tuple(found)
+
+
+def _save_operands(ctx, inputs, output) -> None:
     *tensors, activation, _path, _block_rows, backend, record = inputs
     ctx.save_for_backward(*tensors)
     ctx.activation, ctx.backend, ctx.record = activation, backend, record
     ctx.mark_non_differentiable(output[2])
 
 
-def _backward(ctx, grad_y: Tensor, grad_l1: Tensor, grad_firing) -> tuple[Tensor | None, ...]:
-    args = FfnArgs(*ctx.saved_tensors, Activation.parse(ctx.activation))
-    needed = FfnArgs(*ctx.needs_input_grad[: len(args) - 1], args.activation)
-    backward = get_backend(ctx.backend).backward or dense_backward
-    gradients = backward(args, grad_y, grad_l1 if ctx.record else None, needed)
+def _recompute(ctx, grad_y: Tensor, grad_l1: Tensor, _grad_firing) -> tuple[Tensor | None, ...]:
+    """Of `ffn`, which saves nothing: from traceable operations, so a compiled backward fuses them."""
+    args = _args(ctx.saved_tensors, ctx.activation)
+    needed = FfnArgs(*ctx.needs_input_grad[:_NUMBER], args.activation)
+    gradients = dense_backward(args, grad_y, grad_l1 if ctx.record else None, needed)
     return (*gradients, None, None, None, None, None)
 
 
+def _save_active(ctx, inputs, output) -> None:
+    *tensors, activation, _path, block_rows, backend, record = inputs
+    _y, _l1, firing, lists, counts = output
+    ctx.save_for_backward(*tensors, lists, counts)
+    ctx.activation, ctx.block_rows, ctx.backend, ctx.record = activation, block_rows, backend, record
+    ctx.mark_non_differentiable(firing, lists, counts)
+
+
+def _from_active(ctx, grad_y: Tensor, grad_l1: Tensor, *_rest) -> tuple[Tensor | None, ...]:
+    """Of `ffn_train`."""
+    needed = list(ctx.needs_input_grad[:_NUMBER])
+    if not ctx.record:
+        grad_l1 = None
+    plan = ctx.activation, ctx.block_rows, ctx.backend
+    found = backward_op(grad_y, grad_l1, *ctx.saved_tensors, *plan, needed)
+    gradients = [g if wanted else None for g, wanted in zip(found, needed, strict=True)]
+    return (*gradients, None, None, None, None, None)
+
+
+def _save_for_second(ctx, inputs, output) -> None:
+    grad_y, grad_l1, *tensors, _lists, _counts, activation, _block_rows, _backend, needed = inputs
+    ctx.save_for_backward(grad_y, grad_l1, *tensors)
+    ctx.activation, ctx.needed = activation, needed
+
+
+def _second(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    """Of `ffn_backward`, for second derivatives: dense, through autograd."""
+    with torch.enable_grad():
+        saved = [None if t is None else t.detach() for t in ctx.saved_tensors]
+        wanted = ctx.needs_input_grad[: len(saved)]
+        saved = [t.requires_grad_() if w else t for t, w in zip(saved, wanted, strict=True)]
+        grad_y, grad_l1, *tensors = saved
+        args = _args(tensors, ctx.activation)
+        found = dense_backward(args, grad_y, grad_l1, FfnArgs(*ctx.needed, args.activation))
+        pairs = [(f, g) for f, g in zip(found, grads, strict=True) if f is not None and f.requires_grad]
+        inputs = [t for t, w in zip(saved, wanted, strict=True) if w]
+        results = iter(
+            torch.autograd.grad(
+                [f for f, _ in pairs], inputs, [g for _, g in pairs], create_graph=True, allow_unused=True
+            )
+        )
+    return (*(next(results) if w else None for w in wanted), None, None, None, None, None, None)
+
+
 _library.impl("ffn", _forward, "CompositeExplicitAutograd")
+_library.impl("ffn_train", _train_forward, "CompositeExplicitAutograd")
+_library.impl("ffn_backward", _gradients, "CompositeExplicitAutograd")
 torch.library.register_fake("twell::ffn", _fake, lib=_library)
-torch.library.register_autograd("twell::ffn", _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_fake("twell::ffn_train", _train_fake, lib=_library)
+torch.library.register_fake("twell::ffn_backward", _fake_gradients, lib=_library)
+torch.library.register_autograd("twell::ffn", _recompute, setup_context=_save_operands, lib=_library)
+torch.library.register_autograd("twell::ffn_train", _from_active, setup_context=_save_active, lib=_library)
+torch.library.register_autograd("twell::ffn_backward", _second, setup_context=_save_for_second, lib=_library)
 
 ffn_op = torch.ops.twell.ffn.default
+train_op = torch.ops.twell.ffn_train.default
+backward_op = torch.ops.twell.ffn_backward.default

@@ -117,4 +117,4 @@ _DENSE = Plan(path="dense", backend="dense")
 def _worth_trying(backend: Backend, site: Site) -> bool:
     # Without a backward of its own a backend recomputes the activations densely in the backward:
     # a sparse forward gains one or two products and loses as many.
-    return backend.worthwhile(site) and (backend.backward is not None or not site.training)
+    return backend.worthwhile(site) and (backend.trains or not site.training)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell.backends import PATHS, Backend, register_backend, unregister_backend
+from twell.backends import PATHS, Backend, Training, register_backend, unregister_backend
 
 
 def _refusal(site):
@@ -22,9 +22,20 @@ def interpreted():
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels themselves are tested (-m gpu)")
     from twell.kernels.gpu.forward import gpu_forward
+    from twell.kernels.gpu.sizes import list_sizes
+    from twell.kernels.gpu.training import train_backward, train_forward
 
+    training = Training(
+        forward=train_forward, backward=train_backward, sizes=list_sizes, skip=lambda args: False
+    )
     register_backend(
-        Backend(name="interpreted", paths=frozenset(PATHS), refusal=_refusal, forward=gpu_forward)
+        Backend(
+            name="interpreted",
+            paths=frozenset(PATHS),
+            refusal=_refusal,
+            forward=gpu_forward,
+            training=training,
+        )
     )
     yield "interpreted"
     unregister_backend("interpreted")

@@ -58,3 +58,15 @@ class FfnOutput(NamedTuple):
     y: Tensor
     l1: Tensor | None = None
     firing: Tensor | None = None
+
+
+class Saved(NamedTuple):
+    """What the forward pass of a training step hands to its backward, besides the operands: int32 tensors
+    whose sizes follow from the shapes alone. On GPUs the active neurons of every block of tokens; empty where
+    the backward finds out by itself."""
+
+    lists: Tensor
+    counts: Tensor
+
+
+Gradients = tuple[Tensor | None, ...]  # of x, up, down, gate, up_bias, down_bias, gate_bias

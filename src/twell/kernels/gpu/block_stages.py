@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from .lists import list_active
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
 from .select import select_blocks
+from .sizes import READ_AHEAD
 from .target import Target, target_of
 from .tiles import BlockTiles, block_tiles
 from .up import up_blocks
@@ -49,6 +50,7 @@ class BlockStages:
         self.chunk = 128 if self.hopper else self.tiles.up_chunk
         self.chunks = cdiv(operands.neurons, self.chunk)
         self.workspace = self._allocate(tokens)
+        self.kept = False  # whether lists outlive the call
         # What decides, with the tokens of a slab, which compiled kernels run; see `launch`.
         self.kind = (
             operands.x.dtype,
@@ -71,6 +73,11 @@ class BlockStages:
 
     def blocks(self, tokens: int) -> int:
         return cdiv(tokens, self.tiles.rows)
+
+    def list_into(self, lists: Tensor, counts: Tensor) -> None:
+        """Have `list` leave its results there, for someone who wants them after the next slab."""
+        self.workspace = replace(self.workspace, lists=lists, counts=counts)
+        self.kept = True
 
     def select(self, x: Tensor) -> None:
         """active and values of the slab x [m, D]."""
@@ -115,8 +122,9 @@ class BlockStages:
             neurons,
             self.chunks,
         )
-        constants = {"CHUNK": self.chunk, "WIDTH": power_of_two(neurons)}
-        launch(self.kind, list_active, (self.blocks(tokens),), arguments, constants, num_warps=8)
+        fill = READ_AHEAD if self.kept else 0
+        constants = {"CHUNK": self.chunk, "WIDTH": power_of_two(neurons), "FILL": fill}
+        launch((self.kind, fill), list_active, (self.blocks(tokens),), arguments, constants, num_warps=8)
 
     def up(self, x: Tensor) -> None:
         """hidden from values; nothing to do if the block is not gated."""
@@ -192,7 +200,7 @@ class BlockStages:
             hidden=new(blocks * self.chunks * self.chunk, rows) if self.gated else values,
             active=new(blocks, neurons, dtype=torch.uint8),
             # The Hopper kernels read a whole chunk ahead without asking where a list ends.
-            lists=new(blocks * neurons + self.chunk, dtype=torch.int32),
+            lists=new(blocks * neurons + READ_AHEAD, dtype=torch.int32),
             counts=new(blocks, dtype=torch.int32),
             work=new(blocks * self.chunks, dtype=torch.int32),
             counter=new(1, dtype=torch.int32),

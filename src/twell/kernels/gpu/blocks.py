@@ -10,12 +10,26 @@ from torch import Tensor
 from .block_stages import BlockStages
 from .numbers import cdiv
 from .operands import Operands, element_bytes
+from .sizes import DEFAULT_ROWS, list_sizes
 from .statistics import count_firing, sum_magnitudes
-from .tiles import DEFAULT_ROWS
 
 WORKSPACE_BYTES = 2 << 30
 _LARGEST_CHUNK = 256  # hidden rows come in whole chunks of up
 _BLOCKS, _NEURONS = 8, 32  # of one program of the statistics
+
+
+@dataclass(frozen=True)
+class BlockRun:
+    """What a call leaves: y [M, E], the statistics if asked for, and which neurons were active.
+
+    lists int32 [B * H and a chunk more]: block b's active neurons, ascending, from b * H; counts int32 [B].
+    Of the last slab only, unless `keep` was asked for.
+    """
+
+    y: Tensor
+    recorded: Recorded | None
+    lists: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -26,19 +40,26 @@ class Recorded:
     sums: list[Tensor] = field(default_factory=list)
 
 
-def run_blocks(operands: Operands, rows: int, record: bool) -> tuple[Tensor, Recorded | None, Tensor, int]:
-    """y [M, E]; the statistics if asked for; the last slab's active neurons per block and their maximum.
-
-    rows: tokens per block, 0 for the default.
-    """
+def run_blocks(operands: Operands, rows: int, record: bool, keep: bool = False) -> BlockRun:
+    """rows: tokens per block, 0 for the default; keep: lists and counts of all slabs, for a backward pass."""
     x, y = operands.x, operands.x.new_empty(operands.tokens, operands.outputs)
     recorded = None
     if record:
         recorded = Recorded(torch.zeros(operands.neurons, dtype=torch.int64, device=x.device))
-    slab = _slab_tokens(operands, rows or DEFAULT_ROWS)
+    rows = rows or DEFAULT_ROWS
+    slab = _slab_tokens(operands, rows)
     stages = BlockStages(operands, min(slab, operands.tokens), rows)
+    lists, counts = stages.workspace.lists, stages.workspace.counts
+    if keep and slab < operands.tokens:
+        lists, counts = (
+            x.new_empty(size, dtype=torch.int32)
+            for size in list_sizes(operands.tokens, operands.neurons, rows)
+        )
     for start in range(0, operands.tokens, slab):
         part = x[start : start + slab]
+        if keep:
+            block = start // rows
+            stages.list_into(lists[block * operands.neurons :], counts[block:])
         stages.select(part)
         stages.list(part.shape[0])
         if recorded is not None:
@@ -47,8 +68,7 @@ def run_blocks(operands: Operands, rows: int, record: bool) -> tuple[Tensor, Rec
         if recorded is not None:
             _sum_magnitudes(stages, part.shape[0], recorded)
         stages.down(y[start : start + slab])
-    counts = stages.workspace.counts
-    return y, recorded, counts, counts.numel() * operands.neurons
+    return BlockRun(y, recorded, lists, counts)
 
 
 def _slab_tokens(operands: Operands, rows: int) -> int:
@@ -58,7 +78,12 @@ def _slab_tokens(operands: Operands, rows: int) -> int:
     limit = WORKSPACE_BYTES // ((values + hidden) * element_bytes(operands.x.dtype)) // rows
     blocks = cdiv(operands.tokens, rows)
     slabs = cdiv(blocks, max(limit, 1))
-    return cdiv(blocks, slabs) * rows
+    per_slab = cdiv(blocks, slabs)
+    if (
+        slabs > 1
+    ):  # the counts of every slab start at a multiple of 16 bytes, as the kernels were compiled for
+        per_slab = cdiv(per_slab, 4) * 4
+    return per_slab * rows
 
 
 def _grid(stages: BlockStages, tokens: int) -> tuple[int, int]:

@@ -77,13 +77,14 @@ def layer_key(args: FfnArgs) -> Hashable:
     return args.x.device.index, args.selector.data_ptr(), args.selector.shape, bucket
 
 
-def _operations(args: FfnArgs) -> int:
+def operations(args: FfnArgs) -> int:
+    """Of a dense forward pass."""
     matrices = 2 if args.gate is None else 3
     return 2 * matrices * args.x.shape[0] * args.selector.numel()
 
 
 def _pays_eagerly(args: FfnArgs) -> bool:
-    return _operations(args) >= EAGER_OPERATIONS
+    return operations(args) >= EAGER_OPERATIONS
 
 
 def _limit(args: FfnArgs) -> float:
@@ -103,7 +104,7 @@ def _limit(args: FfnArgs) -> float:
     target = target_of(args.x.device)
     # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
     # features, with few tokens or with much work. Anything else has to be tuned.
-    much = _operations(args) >= GRAPH_OPERATIONS
+    much = operations(args) >= GRAPH_OPERATIONS
     measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or much)
     limit = share_limit(target.name, measured, Shape(hidden, neurons, gated), tokens)
     if limit <= 0 and not target.hopper:

@@ -10,11 +10,11 @@ from ..._ran import note_path
 from ..args import FfnArgs, FfnOutput
 from ..dense import dense_forward
 from . import monitor
-from .blocks import run_blocks
+from .blocks import BlockRun, run_blocks
 from .choice import FEW_TOKENS, choose, layer_key
 from .few_tokens import run_few
-from .operands import prepare
-from .tiles import DEFAULT_ROWS
+from .operands import Operands, prepare
+from .sizes import DEFAULT_ROWS
 
 _BLOCK_ROWS = (0, 64, 128)
 _INTERPRETED_ROWS = (0, 16, 32, 64, 128)  # small blocks keep interpreted tests short
@@ -31,23 +31,32 @@ def gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
     if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
             return gpu_forward(args, path, block_rows, record)
-    tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
-    if min(tokens, neurons, outputs) == 0:
+    if path == "dense" or not indexable(args):
         return dense_forward(args, record)
-    wide = max(outputs, args.x.shape[1])
-    if max(neurons * wide, max(neurons, wide) * DEFAULT_ROWS) >= _INDEX_LIMIT:
-        log_once(f"running dense: H x D = {neurons} x {wide} passes 32-bit indices")
-        return dense_forward(args, record)
-    if path == "dense":
-        return dense_forward(args, record)
-    accepted = _BLOCK_ROWS if args.x.is_cuda else _INTERPRETED_ROWS
-    if block_rows not in accepted:
-        reject("block_rows", block_rows, f"one of {accepted} on a GPU (0: the default)")
+    check_block_rows(args, block_rows)
     if path == "row":
         return _row(args, record)
     if path == "auto":
         return _auto(args, block_rows, record)
     return _block(args, block_rows, record, None)
+
+
+def indexable(args: FfnArgs) -> bool:
+    """Whether there is anything to compute, and the kernels' indices reach."""
+    tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
+    if min(tokens, neurons, outputs) == 0:
+        return False
+    wide = max(outputs, args.x.shape[1])
+    if max(neurons * wide, max(neurons, wide) * DEFAULT_ROWS) >= _INDEX_LIMIT:
+        log_once(f"running dense: H x D = {neurons} x {wide} passes 32-bit indices")
+        return False
+    return True
+
+
+def check_block_rows(args: FfnArgs, block_rows: int) -> None:
+    accepted = _BLOCK_ROWS if args.x.is_cuda else _INTERPRETED_ROWS
+    if block_rows not in accepted:
+        reject("block_rows", block_rows, f"one of {accepted} on a GPU (0: the default)")
 
 
 def _auto(args: FfnArgs, block_rows: int, record: bool) -> FfnOutput:
@@ -65,15 +74,20 @@ def _block(args: FfnArgs, block_rows: int, record: bool, reading_key) -> FfnOutp
     note_path("few" if few else "block", args.x, operands.neurons)
     if few:
         y, counts, slots = run_few(operands)
-        recorded = None
+        output = FfnOutput(y)
     else:
-        y, recorded, counts, slots = run_blocks(operands, block_rows, record)
+        run = run_blocks(operands, block_rows, record)
+        output, counts, slots = output_of(run, operands), run.counts, run.counts.numel() * operands.neurons
     if reading_key is not None:
         monitor.note_run(reading_key, counts, slots)
-    if recorded is None:
-        return FfnOutput(y)
-    total = torch.stack([sums.sum() for sums in recorded.sums]).sum()
-    return FfnOutput(y, total / operands.tokens, recorded.firing)
+    return output
+
+
+def output_of(run: BlockRun, operands: Operands) -> FfnOutput:
+    if run.recorded is None:
+        return FfnOutput(run.y)
+    total = torch.stack([sums.sum() for sums in run.recorded.sums]).sum()
+    return FfnOutput(run.y, total / operands.tokens, run.recorded.firing)
 
 
 def _row(args: FfnArgs, record: bool) -> FfnOutput:

@@ -17,11 +17,13 @@ def list_active(
     chunks_per_block,
     CHUNK: tl.constexpr,
     WIDTH: tl.constexpr,
+    FILL: tl.constexpr,
 ):
     """One program per block: its active neurons in ascending order, and one work item per CHUNK of them.
 
     lists [B, H] int32; counts [B] int32; a work item is block * chunks_per_block + chunk. Items of a block
     are contiguous; the order of blocks is that of arrival, which no result depends on.
+    FILL: zeros past the end of a list, and so many past the last one, for lists that outlive the call.
     """
     block = tl.program_id(0)
     neuron = tl.arange(0, WIDTH)
@@ -30,6 +32,11 @@ def list_active(
     total = tl.sum(mark, 0)
     tl.store(lists + block * H + position, neuron, mask=mark > 0)
     tl.store(counts + block, total)
+    if FILL > 0:
+        tl.store(lists + block * H + neuron, 0, mask=(neuron >= total) & (neuron < H))
+        if block == tl.num_programs(0) - 1:
+            past = tl.arange(0, FILL)
+            tl.store(lists + (block + 1) * H + past, tl.zeros_like(past))
     chunks = tl.cdiv(total, CHUNK)
     base = tl.atomic_add(counter, chunks)
     for chunk in range(0, chunks):

@@ -107,6 +107,13 @@ def takes_reading(key: Hashable, weight: Tensor) -> bool:
     return due
 
 
+def takes_due(key: Hashable) -> bool:
+    """Whether `wants_reading` has asked for a reading of this call; the caller takes it."""
+    layer = _layer(key)
+    due, layer.due = layer.due, False
+    return due
+
+
 def note_run(key: Hashable, counts: Tensor | None = None, slots: int = 1) -> None:
     """The layer runs sparse now. counts: active neurons per block or tile, to be read; slots: if all were."""
     layer = _layer(key)

@@ -9,9 +9,8 @@ import torch
 
 from .numbers import cdiv
 from .operands import element_bytes
+from .sizes import DEFAULT_ROWS
 from .target import Target
-
-DEFAULT_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)

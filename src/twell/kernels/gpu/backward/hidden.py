@@ -22,7 +22,6 @@ def combine(
     M,
     H,
     rows,
-    capacity,
     threshold,
     HAS_L1: tl.constexpr,
     GATED: tl.constexpr,
@@ -39,7 +38,7 @@ def combine(
     Rows past the end of a list and tokens past M become zeros in planes 1 and 2. With WEIGHTS, the same three
     values of rare neurons also go, neuron by neuron, from where `offsets` says (-1: not rare), to
 
-        tokens int32 [capacity], values [3, capacity]
+        tokens int32 [capacity], values [capacity, 4]
     """
     DTYPE: tl.constexpr = pool.dtype.element_ty
     PARTS: tl.constexpr = CHUNK // ENTRIES
@@ -85,7 +84,7 @@ def combine(
             target = start[:, None] + tl.cumsum(active.to(tl.int32), 1) - 1
             kept = active & (offset >= 0)[:, None]
             tl.store(tokens + target, block * ROWS + token[None, :] + tl.zeros_like(target), mask=kept)
-            tl.store(values + target, hidden, mask=kept)
-            tl.store(values + capacity + target, grad_pre, mask=kept)
+            tl.store(values + target * 4, hidden, mask=kept)
+            tl.store(values + target * 4 + 1, grad_pre, mask=kept)
             if GATED:
-                tl.store(values + 2 * capacity + target, grad_up, mask=kept)
+                tl.store(values + target * 4 + 2, grad_up, mask=kept)

@@ -46,8 +46,8 @@ def order_neurons(
 
         frequent int32 [H]; how_many int32 [1]; offsets int32 [H]
 
-    Frequent is what fires for more than 1, 2, ... or CANDIDATES times `limit` tokens, whichever costs least:
-    the dense products run in waves of `processors` units, `units` for every NEURONS frequent neurons. A wave
+    Frequent is what fires for more than 1, 2, ... or CANDIDATES times `limit` tokens, whichever costs least.
+    Dense products run in waves of `processors` units, `units` for every NEURONS frequent neurons; a wave
     takes about as long as six rare activations for every token (H200).
     """
     neuron = tl.arange(0, WIDTH)

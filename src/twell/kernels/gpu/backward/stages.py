@@ -35,10 +35,10 @@ from .weights import bias_sums, frequent_weights, rare_weights
 
 ROUNDS = 3
 # A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
-# dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to three
+# dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to six
 # times as often is a matter of what fills the device; see `order_neurons`.
-RARE = 128
-_CANDIDATES = 3
+RARE = 256
+_CANDIDATES = 6
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 _COUNT_NEURONS, _COUNT_BLOCKS = 32, 128
 _PER_PROCESSOR = 8  # programs of kernels that go element by element
@@ -248,7 +248,6 @@ class BackwardStages:
             operands.tokens,
             operands.neurons,
             self.rows,
-            self.rare_tokens.shape[0],
             operands.threshold,
         )
         constants = {
@@ -262,8 +261,11 @@ class BackwardStages:
         }
         most = self.blocks * self.chunks_per_round * (tiles.chunk // tiles.entries)
         grid = (min(self.target.processors * _PER_PROCESSOR, most),)
+        kernel = combine
+        if self.hopper:
+            from .hopper_hidden import combine_hopper as kernel
         kind = self.kind, self.grad_l1 is not None and (self.grad_l1.dtype, self.grad_l1.data_ptr() % 16)
-        launch(kind, combine, grid, arguments, constants)
+        launch(kind, kernel, grid, arguments, constants, num_warps=4)
 
     def inputs(self, turn: int) -> None:
         if self.hopper and self.active.rows == 128 and self.gated:
@@ -343,7 +345,6 @@ class BackwardStages:
             *self.targets(),
             operands.features,
             operands.outputs,
-            self.rare_tokens.shape[0],
         )
         constants = {
             "HAS_SELECT": 1 in self.wanted,
@@ -398,7 +399,7 @@ class BackwardStages:
         self.before = numbers(blocks * neurons)
         # Rare neurons fire for at most so many tokens each.
         capacity = neurons * self.limit * _CANDIDATES
-        self.rare_tokens, self.rare_values = numbers(capacity), new(self.planes, capacity)
+        self.rare_tokens, self.rare_values = numbers(capacity), new(capacity, 4)
 
     def _hopper_fits(self) -> bool:
         """16-bit types and whole steps of depth."""

@@ -33,14 +33,14 @@ class BackwardTiles:
 
 _LARGE = BackwardTiles(
     chunk=128,
-    entries=32,
+    entries=8,
     depth=64,
     width=128,
     neurons=128,
     rare_width=1024,
     rare_warps=4,
-    rare_programs=8,
-    ahead=8,
+    rare_programs=16,
+    ahead=4,
     warps=8,
     stages=3,
 )

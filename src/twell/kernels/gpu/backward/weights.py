@@ -87,7 +87,6 @@ def rare_weights(
     grad_up,
     D,
     E,
-    capacity,
     HAS_SELECT: tl.constexpr,
     HAS_DOWN: tl.constexpr,
     HAS_UP: tl.constexpr,
@@ -120,13 +119,13 @@ def rare_weights(
                     inside = (at < end)[:, None] & (column < E)[None, :]
                     back = tl.load(grad + token * E + column[None, :], mask=inside, other=0.0).to(tl.float32)
                 if HAS_SELECT:
-                    value = tl.load(values + capacity + at, mask=at < end, other=0.0).to(tl.float32)
+                    value = tl.load(values + at * 4 + 1, mask=at < end, other=0.0).to(tl.float32)
                     sum_select += tl.sum(value[:, None] * row, 0)
                 if HAS_UP:
-                    value = tl.load(values + 2 * capacity + at, mask=at < end, other=0.0).to(tl.float32)
+                    value = tl.load(values + at * 4 + 2, mask=at < end, other=0.0).to(tl.float32)
                     sum_up += tl.sum(value[:, None] * row, 0)
                 if HAS_DOWN:
-                    value = tl.load(values + at, mask=at < end, other=0.0).to(tl.float32)
+                    value = tl.load(values + at * 4, mask=at < end, other=0.0).to(tl.float32)
                     sum_down += tl.sum(value[:, None] * back, 0)
             if HAS_SELECT:
                 tl.store(grad_select + neuron * D + column, sum_select.to(DTYPE), mask=column < D)

@@ -1,0 +1,126 @@
+"""Training on the GPU: a sparse forward that keeps which neurons were active, and the backward from that.
+
+Nothing else is saved: lists of active neurons take 4 bytes per neuron and block of tokens, 3 MB for 16,384
+tokens of 5,632 neurons. For the listed neurons the backward computes activations again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from ..._ran import note_path
+from ..args import FfnArgs, FfnOutput, Gradients, Saved
+from ..dense import dense_backward, dense_forward
+from ..switch import trains_sparse
+from . import monitor
+from .backward.run import gpu_backward
+from .backward.stages import Active, fits
+from .blocks import run_blocks
+from .choice import operations
+from .forward import check_block_rows, indexable, output_of
+from .operands import prepare
+from .sizes import DEFAULT_ROWS, list_sizes
+from .target import target_of
+
+# Shares of active neurons (of the union of a block) up to which a step is faster sparse: on an H200 (D 2048,
+# H 5632, 16,384 tokens) 1.1x at 0.49, 0.7x with all active.
+_ENTER, _LEAVE = 0.45, 0.5
+
+# Operations of a forward pass below which the host takes longer to launch a step than dense takes the device:
+# 8,192 tokens at D 2048, H 5632.
+_OPERATIONS = 5e11
+
+# By the address of a call's lists, whether it ran dense after all. Only a matter of speed: see `_dense`.
+_ran_dense: dict[int, bool] = {}
+_MOST_CALLS = 4096
+
+
+def trains_dense(args: FfnArgs) -> bool:
+    """Whether an automatic plan should leave this step to dense PyTorch; counts it."""
+    if not _can_pay(args):
+        return True
+    key = _key(args)
+    if torch.cuda.is_current_stream_capturing():
+        return not _sparse(key)
+    return not (monitor.wants_reading(key, args.selector) or _sparse(key))
+
+
+def train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:
+    """The block, and the active neurons of each of its blocks of tokens; never waits for the device.
+
+    path: "dense" is taken as it is; everything else runs the block path ("auto" has been decided about).
+    """
+    if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(args.x.device):  # Triton launches on the current device
+            return train_forward(args, path, block_rows, record)
+    check_block_rows(args, block_rows)
+    if path == "dense" or not indexable(args):
+        return _dense(args, block_rows, record)
+    operands = prepare(args)
+    rows = block_rows or DEFAULT_ROWS
+    if not fits(operands, rows):
+        return _dense(args, block_rows, record)
+    note_path("block", args.x, operands.neurons)
+    run = run_blocks(operands, rows, record, keep=True)
+    key = _key(args)
+    if monitor.takes_due(key):
+        monitor.note_run(key, run.counts, run.counts.numel() * operands.neurons)
+    _remember(run.lists, dense=False)
+    return output_of(run, operands), Saved(run.lists, run.counts)
+
+
+def train_backward(
+    args: FfnArgs, saved: Saved, block_rows: int, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+) -> Gradients:
+    if not indexable(args) or _ran_dense.get(saved.lists.data_ptr(), False):
+        return dense_backward(args, grad_y, grad_l1, needed)
+    rows = block_rows or DEFAULT_ROWS
+    if not fits(prepare(args), rows):
+        return dense_backward(args, grad_y, grad_l1, needed)
+    return gpu_backward(args, Active(saved.lists, saved.counts, rows), grad_y, grad_l1, needed)
+
+
+def _dense(args: FfnArgs, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:
+    """Dense inside the op. Every neuron is listed, so that a backward which does not know is exact too."""
+    output = dense_forward(args, record)
+    neurons = args.up.shape[0]
+    size, blocks = list_sizes(args.x.shape[0], neurons, block_rows)
+    lists = torch.zeros(size, dtype=torch.int32, device=args.x.device)
+    if blocks and neurons:
+        every = torch.arange(neurons, dtype=torch.int32, device=args.x.device)
+        lists[: blocks * neurons].view(blocks, neurons).copy_(every.expand(blocks, neurons))
+    counts = torch.full((blocks,), neurons, dtype=torch.int32, device=args.x.device)
+    _remember(lists, dense=True)
+    return output, Saved(lists, counts)
+
+
+def _remember(lists: Tensor, dense: bool) -> None:
+    if len(_ran_dense) >= _MOST_CALLS:
+        _ran_dense.clear()
+    _ran_dense[lists.data_ptr()] = dense
+
+
+def _can_pay(args: FfnArgs) -> bool:
+    """What was measured: Hopper's own kernels, and more work than launches take."""
+    x = args.x
+    return (
+        x.dtype != torch.float32
+        and operations(args) >= _OPERATIONS
+        and target_of(x.device).hopper
+        and x.shape[1] % 64 == 0
+        and args.down.shape[0] % 64 == 0
+    )
+
+
+def _sparse(key: Hashable) -> bool:
+    return trains_sparse(key, monitor.known_share(key), _ENTER, _LEAVE)
+
+
+def _key(args: FfnArgs) -> Hashable:
+    """A layer and a power of two of tokens, apart from what inference knows of it."""
+    bucket = 1 << (args.x.shape[0] - 1).bit_length()
+    selector = args.selector
+    return "train", args.x.device.index, selector.data_ptr(), tuple(selector.shape), bucket

@@ -1,0 +1,336 @@
+"""The CPU's backward on the active set against autograd through the oracle, and when it is taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell import reference
+from twell.activations import Activation
+from twell.kernels import cpu_backward as module
+from twell.kernels import cpu_choice
+from twell.kernels.args import FfnArgs
+from twell.kernels.cpu_backward import cpu_backward
+from twell.kernels.dense import dense_backward
+from twell.synthetic import make_ffn
+
+from .accuracy import assert_accurate, stock_dense
+
+NAMES = FfnArgs._fields[:-1]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+L1 = 0.3
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """Blocks of any size and density take the active set; the list says how often that was."""
+    taken: list[int] = []
+    run = module._sparse_backward
+
+    def recording(args, *rest):
+        taken.append(args.x.shape[0])
+        return run(args, *rest)
+
+    monkeypatch.setattr(module, "_sparse_backward", recording)
+    for name in ("MIN_TOKENS", "MIN_TOKENS_COPYING", "MIN_HIDDEN", "FEW_TOKENS"):
+        monkeypatch.setattr(module, name, 1)
+    monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
+    monkeypatch.setattr(module, "sparse_can_pay", lambda site: True)
+    monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)
+    monkeypatch.setattr("twell.kernels.cpu_weights.has_native_gemm", lambda dtype: False)
+    return taken
+
+
+def block(
+    tokens=33, hidden=40, neurons=136, nnz=12.0, *, activation="relu", biases=False, **options
+) -> FfnArgs:
+    x, up, down, gate = make_ffn(tokens, hidden, neurons, nnz, **options).operands()
+    up_bias = down_bias = gate_bias = None
+    if biases:
+        torch.manual_seed(tokens)
+        up_bias, gate_bias = ((torch.randn(neurons) / 8).to(x.dtype) for _ in range(2))
+        down_bias = torch.randn(hidden).to(x.dtype)
+    return FfnArgs(
+        x,
+        up,
+        down,
+        gate,
+        up_bias,
+        down_bias,
+        None if gate is None else gate_bias,
+        Activation.parse(activation),
+    )
+
+
+def seed_of(args: FfnArgs) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(1)
+    return torch.randn(args.x.shape[0], args.down.shape[0], generator=generator).to(args.x.dtype)
+
+
+def l1_of(args: FfnArgs) -> torch.Tensor:
+    return torch.tensor(L1, dtype=torch.promote_types(args.x.dtype, torch.float32))
+
+
+def everything(args: FfnArgs) -> FfnArgs:
+    return FfnArgs(*(tensor is not None for tensor in args[:-1]), args.activation)
+
+
+def run(args: FfnArgs, backward=cpu_backward, grad_y=None) -> tuple:
+    grad_y = seed_of(args) if grad_y is None else grad_y
+    return backward(args, grad_y, l1_of(args), everything(args))
+
+
+def autograd(args: FfnArgs, exact: bool) -> list:
+    """Gradients of (y * grad_y).sum() + L1 * l1: through the oracle in float64, or stock PyTorch's."""
+    dtype = torch.float64 if exact else args.x.dtype
+    tensors = [None if t is None else t.detach().to(dtype).requires_grad_() for t in args[:-1]]
+    options = dict(zip(NAMES, tensors, strict=True), activation=args.activation)
+    if exact:
+        result = reference.ffn(**options, dtype=torch.float64)
+        y, l1 = result.y, result.l1
+    else:
+        y = stock_dense(**options)
+        identity = torch.eye(args.up.shape[0], dtype=dtype)
+        hidden = stock_dense(**options | {"down": identity, "down_bias": None})
+        l1 = hidden.abs().sum() / args.x.shape[0]
+    given = [t for t in tensors if t is not None]
+    loss = (y * seed_of(args).to(dtype)).sum() + L1 * l1
+    found = iter(torch.autograd.grad(loss, given))
+    return [None if t is None else next(found) for t in tensors]
+
+
+def check(args: FfnArgs) -> None:
+    ours, exact, stock = run(args), autograd(args, exact=True), autograd(args, exact=False)
+    for name, mine, true, theirs in zip(NAMES, ours, exact, stock, strict=True):
+        assert (mine is None) == (true is None), name
+        if mine is not None:
+            assert_accurate(mine, true, theirs, name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 64])
+@pytest.mark.parametrize("nnz", [0, 1.5, 12, 136])
+def test_matches_the_oracle(taken, dtype, tokens, nnz):
+    check(block(tokens, nnz=nnz, dtype=dtype, seed=tokens))
+    assert taken == [tokens]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+@pytest.mark.parametrize("biases", [True, False])
+def test_variants(taken, dtype, gated, activation, biases):
+    check(block(gated=gated, activation=activation, biases=biases, dtype=dtype, seed=3))
+    assert taken
+
+
+@pytest.mark.parametrize("tokens", [31, 32, 101])
+def test_several_chunks(taken, tokens, monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
+    check(block(tokens, biases=True, seed=4))
+    assert taken
+
+
+def test_long_sums_are_as_exact_as_stock(taken):
+    check(block(6000, 16, 32, 6, seed=5))
+    assert taken
+
+
+@pytest.mark.parametrize(("hidden", "neurons"), [(8, 8), (24, 500), (500, 24), (10, 9), (3, 1)])
+def test_awkward_sizes(taken, hidden, neurons):
+    check(block(13, hidden, neurons, neurons / 4, biases=True, seed=6))
+    assert taken
+
+
+def test_down_may_have_another_size(taken):
+    args = block(biases=True)
+    check(args._replace(down=args.down[:24].contiguous(), down_bias=args.down_bias[:24].contiguous()))
+    assert taken
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+def test_strides(taken, dtype):
+    args = block(biases=True, dtype=dtype)
+
+    def spread(tensor):  # every other element of a larger tensor, transposed
+        wide = torch.full([2 * size for size in tensor.mT.shape], float("nan"), dtype=dtype)
+        wide[::2, ::2] = tensor.mT
+        return wide[::2, ::2].mT
+
+    apart = args._replace(**{name: spread(getattr(args, name)) for name in ("x", "up", "down", "gate")})
+    check(apart)
+    for grad_y in (spread(seed_of(args)), torch.ones((), dtype=dtype).expand(33, 40)):
+        for mine, theirs in zip(run(apart, grad_y=grad_y), run(args, grad_y=grad_y), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert taken
+
+
+def test_the_gradient_of_down_lies_as_down_does(taken):
+    args = block()
+    assert run(args)[2].is_contiguous()
+    neuron_major = args._replace(down=args.down.mT.contiguous().mT)
+    assert run(neuron_major)[2].mT.is_contiguous()
+    torch.testing.assert_close(run(args)[2], run(neuron_major)[2], rtol=0, atol=0)
+    assert taken
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("wanted", [*NAMES, "all but x", "none"])
+def test_only_what_is_needed(taken, gated, wanted):
+    args = block(gated=gated, biases=True)
+    names = {"all but x": NAMES[1:], "none": ()}.get(wanted, (wanted,))
+    needed = FfnArgs(*(name in names for name in NAMES), args.activation)
+    whole = run(args)
+    some = cpu_backward(args, seed_of(args), l1_of(args), needed)
+    for name, mine, every in zip(NAMES, some, whole, strict=True):
+        assert (mine is None) == (name not in names or every is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, every, rtol=0, atol=0)
+    assert taken
+
+
+def test_without_l1(taken):
+    args = block(dtype=torch.float64, biases=True)
+    ours = cpu_backward(args, seed_of(args), None, everything(args))
+    dense = dense_backward(args, seed_of(args), None, everything(args))
+    for mine, theirs in zip(ours, dense, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert taken
+
+
+def test_an_empty_batch(taken):
+    args = block(biases=True)
+    ours = run(args._replace(x=args.x[:0]))
+    for mine, tensor in zip(ours[1:], args[1:-1], strict=True):
+        torch.testing.assert_close(mine, torch.zeros_like(tensor))
+    assert ours[0].shape == (0, 40)
+
+
+class TestNonFinite:
+    """NaN and Inf reach all they meet on the active set, and nothing that dense PyTorch keeps finite."""
+
+    @staticmethod
+    def compare(args, grad_y=None):
+        ours, dense = run(args, grad_y=grad_y), run(args, dense_backward, grad_y)
+        for mine, theirs in zip(ours, dense, strict=True):
+            if mine is not None:
+                assert (theirs.isfinite() <= mine.isfinite()).all()
+        return [None if g is None else ~g.isfinite() for g in ours]
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+    def test_in_the_gradient(self, taken, value, gated, activation):
+        args = block(gated=gated, activation=activation, biases=True)
+        grad_y = seed_of(args)
+        grad_y[5, 7] = value
+        x, up, down, gate, up_bias, down_bias, gate_bias = self.compare(args, grad_y)
+        pre = torch.nn.functional.linear(args.x, args.selector, args.selector_bias)[5]
+        active = args.activation(pre) != 0
+        assert active.any()
+        assert x.any(1).nonzero().tolist() == [[5]]
+        assert torch.equal(up.all(1), active)
+        assert torch.equal(up_bias, active)
+        assert torch.equal(down[7], active)
+        assert down_bias.nonzero().tolist() == [[7]]
+        assert gate is None or torch.equal(gate.all(1), active)
+        assert gate_bias is None or torch.equal(gate_bias, active)
+        assert taken
+
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("operand", ["x", "selector"])
+    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+    def test_a_nan_before_the_activation_is_active(self, taken, gated, operand, activation):
+        args = block(gated=gated, activation=activation, biases=True)
+        getattr(args, operand)[11, 2] = float("nan")  # a token with all its neurons, or the other way round
+        found = self.compare(args)
+        dense = [None if g is None else ~g.isfinite() for g in run(args, dense_backward)]
+        for mine, theirs in zip(found, dense, strict=True):
+            assert mine is None or torch.equal(mine, theirs)
+        assert found[1].any()
+        assert taken
+
+    @pytest.mark.parametrize("name", ["up", "down"])
+    def test_weights_of_one_neuron_reach_the_tokens_that_use_it(self, taken, name):
+        args = block(neurons=64, nnz=20)
+        active = torch.nn.functional.linear(args.x, args.gate) > 0
+        neuron = int(active.sum(0).argmax())
+        getattr(args, name)[(neuron, 3) if name == "up" else (3, neuron)] = float("inf")
+        x, *_ = self.compare(args)
+        assert torch.equal(x.any(1), active[:, neuron])
+        assert not active[:, neuron].all()
+        assert taken
+
+
+class TestWhenItIsTaken:
+    """By size and density; never where something has to see through the operations."""
+
+    def test_density(self, taken, monkeypatch):
+        monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 0.1})
+        for nnz in (4, 16, 40, 136):
+            run(block(300, nnz=nnz, sigma=1.0))
+        assert len(taken) == 1
+
+    def test_long_sums_per_token(self, taken, monkeypatch):
+        monkeypatch.setattr(module, "_MAX_ACTIVE", 8)
+        run(block(nnz=4))
+        run(block(nnz=16))
+        assert len(taken) == 1
+
+    @pytest.mark.parametrize("tokens", [1, 40, 300])
+    def test_neuron_major_weights_pay_for_fewer_tokens(self, taken, monkeypatch, tokens):
+        monkeypatch.setattr(module, "MIN_TOKENS", 16)
+        monkeypatch.setattr(module, "MIN_TOKENS_COPYING", 256)
+        args = block(tokens, nnz=2)
+        run(args)
+        run(args._replace(down=args.down.mT.contiguous().mT))
+        assert len(taken) == {1: 0, 40: 1, 300: 2}[tokens]
+
+    def test_blocks_as_they_come(self, monkeypatch):
+        sparse: list[bool] = []
+        look = module._is_sparse
+        monkeypatch.setattr(module, "_is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])
+        for nnz in (4, 400):
+            check(block(256, 128, 1024, nnz, seed=8))
+        run(block(256, 64, 256, 2))
+        run(block(8, 128, 1024, 4))
+        assert sparse == [True, False]
+
+    def test_matrix_units_for_16_bits(self, taken, monkeypatch):
+        monkeypatch.setattr("twell.kernels.cpu_weights.has_native_gemm", lambda dtype: True)
+        args = block(dtype=torch.bfloat16)
+        for mine, theirs in zip(run(args), run(args, dense_backward), strict=True):
+            assert mine is None or torch.equal(mine, theirs)
+        assert not taken
+
+    def test_second_derivatives(self, taken):
+        args = block(5, 8, 16, 6, dtype=torch.float64)
+        tensors = [t.clone().requires_grad_() for t in args[:4]]
+        args = FfnArgs(*tensors, *args[4:])
+        (second,) = torch.autograd.grad(run(args)[0].square().sum(), tensors[1])
+        assert second.isfinite().all()
+        assert not taken
+        with torch.no_grad():
+            run(args)
+        assert taken
+
+    def test_traces_and_transforms(self, taken):
+        args, needed = block(), everything(block())
+
+        def up_of(x, grad_y):
+            return cpu_backward(args._replace(x=x), grad_y, None, needed)[1]
+
+        whole = dense_backward(args, seed_of(args), None, needed)[1]
+        each = torch.func.vmap(up_of)(args.x.unsqueeze(1), seed_of(args).unsqueeze(1))
+        torch.testing.assert_close(each.sum(0), whole, rtol=1e-4, atol=1e-5)
+        graph = torch.fx.experimental.proxy_tensor.make_fx(up_of)(args.x, seed_of(args))
+        torch.testing.assert_close(graph(args.x, seed_of(args)), whole)
+        assert not taken
+
+    def test_autocast_does_not_narrow_it(self, taken):
+        args = block()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = run(args)
+        for mine, theirs in zip(inside, run(args), strict=True):
+            assert mine is None or torch.equal(mine, theirs)
+        assert len(taken) == 2
