@@ -8,9 +8,10 @@ twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation m
 from ._ran import Ran, recorded_paths
 from ._version import __version__
 from .activations import Activation, fatrelu
-from .backends import Backend, Site, backend_names, register_backend, unregister_backend
+from .backends import Backend, Site, Training, backend_names, register_backend, unregister_backend
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
 from .functional import FfnStats, ffn, ffn_with_stats
+from .kernels.switch import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
 
@@ -25,6 +26,8 @@ __all__ = [
     "Ran",
     "Site",
     "SparseMLP",
+    "Training",
+    "TrainingState",
     "TwELL",
     "__version__",
     "backend_names",
@@ -33,5 +36,6 @@ __all__ = [
     "ffn_with_stats",
     "recorded_paths",
     "register_backend",
+    "training_states",
     "unregister_backend",
 ]

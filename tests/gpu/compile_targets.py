@@ -86,7 +86,7 @@ def portable(capability):
     kernel = compiled(select.select_blocks, constants | dot, descriptors, capability, **options)
     yield "select_blocks", kernel
 
-    constants = {"CHUNK": tiles.up_chunk, "WIDTH": 8192}
+    constants = {"CHUNK": tiles.up_chunk, "WIDTH": 8192, "FILL": 256}
     yield "list_active", compiled(lists.list_active, constants, {}, capability, num_warps=8)
 
     constants = {"HAS_BIAS": True, "CHUNK": tiles.up_chunk, "ROWS": tiles.rows, "DEPTH": tiles.up_depth}

@@ -1,0 +1,275 @@
+"""Training kernels on a GPU: gradients against float32, bounded by twice the error of dense bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths, training_states
+from twell.activations import Activation
+from twell.kernels import switch
+from twell.kernels.gpu import monitor
+
+from ..accuracy import stock_dense
+from .test_device import fire, tokens_of, weights
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+BLOCK = Plan(path="block")
+SHAPES = [(256, 1024), (768, 3072), (1024, 5632), (2048, 5632), (2560, 8192), (4096, 11008), (1000, 1032)]
+L1_WEIGHT = 0.5
+
+
+@pytest.fixture(autouse=True)
+def exact_matmuls(monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    switch.forget()
+    monitor.forget()
+
+
+def leaves_of(*tensors, dtype=None):
+    return [None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+
+
+def loss_of(result, weighting):
+    """A fixed weighting of y, and L1 if there are statistics."""
+    y, stats = result if isinstance(result, tuple) else (result, None)
+    loss = (y.float() * weighting).sum() / 16
+    return loss if stats is None else loss + L1_WEIGHT * stats
+
+
+def grads(run, tensors, weighting, dtype=None):
+    leaves = leaves_of(*tensors, dtype=dtype)
+    wanted = [t for t in leaves if t is not None]
+    return torch.autograd.grad(loss_of(run(*leaves), weighting), wanted)
+
+
+def stock(activation="relu"):
+    def run(x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
+        biases = {"up_bias": up_bias, "gate_bias": gate_bias}
+        y = stock_dense(x, up, down, gate, activation=activation, down_bias=down_bias, **biases)
+        linear, act = torch.nn.functional.linear, Activation.parse(activation)
+        hidden = linear(x, up, up_bias)
+        hidden = act(hidden) if gate is None else act(linear(x, gate, gate_bias)) * hidden
+        return y, hidden.abs().sum(dtype=torch.float32) / x.shape[0]
+
+    return run
+
+
+def ours(activation="relu", plan=BLOCK):
+    def run(x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
+        biases = {"up_bias": up_bias, "down_bias": down_bias, "gate_bias": gate_bias}
+        y, stats = ffn_with_stats(x, up, down, gate, activation=activation, plan=plan, **biases)
+        return y, stats.l1
+
+    return run
+
+
+def assert_accurate(tensors, activation="relu", plan=BLOCK):
+    weighting = torch.randn(tensors[0].shape[0], tensors[2].shape[0], device="cuda")
+    found = grads(ours(activation, plan), tensors, weighting)
+    dense = grads(stock(activation), tensors, weighting)
+    exact = grads(stock(activation), tensors, weighting, dtype=torch.float32)
+    for place, (f, d, e) in enumerate(zip(found, dense, exact, strict=True)):
+        scale = e.norm().item()
+        error, bound = ((f.float() - e).norm().item(), (d.float() - e).norm().item())
+        assert f.isfinite().all()
+        assert error <= 2 * bound + 1e-6 * scale + 1e-12, f"gradient {place}: {error} over 2 x {bound}"
+
+
+@pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
+def test_gradients_over_tokens_and_sparsity(hidden, neurons):
+    up, down, gate = weights(hidden, neurons)
+    for nnz in (0, 24, neurons // 8, neurons):
+        fire(gate, nnz)
+        for count in (1, 7, 128, 129, 1000, 4096):
+            assert_accurate((tokens_of(count, hidden), up, down, gate))
+
+
+def test_many_tokens():
+    up, down, gate = weights(2048, 5632)
+    for nnz in (24, 600):
+        fire(gate, nnz)
+        assert_accurate((tokens_of(16384, 2048), up, down, gate))
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_activations_and_biases(activation, gated):
+    up, down, gate = weights(1024, 4096)
+    fire(gate if gated else up, 100)
+    biases = [torch.randn(n, device="cuda").bfloat16() / 16 for n in (4096, 1024, 4096)]
+    if not gated:
+        gate, biases[2] = None, None
+    for count in (130, 2000):
+        assert_accurate((tokens_of(count, 1024), up, down, gate, *biases), activation)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_rows_of_a_block(rows):
+    up, down, gate = weights(512, 2048)
+    fire(gate, 50)
+    assert_accurate((tokens_of(3000, 512), up, down, gate), plan=Plan(path="block", block_rows=rows))
+
+
+def test_the_portable_kernels(monkeypatch):
+    from twell.kernels.gpu.backward.stages import BackwardStages
+
+    monkeypatch.setattr(BackwardStages, "_hopper_fits", lambda self: False)
+    up, down, gate = weights(512, 2048)
+    for nnz in (20, 2048):
+        fire(gate, nnz)
+        for count in (5, 1000):
+            assert_accurate((tokens_of(count, 512), up, down, gate))
+
+
+def test_same_bits_every_time():
+    up, down, gate = weights(1024, 4096)
+    fire(gate, 64)
+    tensors, weighting = (tokens_of(5000, 1024), up, down, gate), torch.randn(5000, 1024, device="cuda")
+    first, second = (grads(ours(), tensors, weighting) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_no_synchronisation():
+    up, down, gate = weights(1024, 4096)
+    fire(gate, 64)
+    tensors, weighting = (tokens_of(5000, 1024), up, down, gate), torch.randn(5000, 1024, device="cuda")
+    grads(ours(), tensors, weighting)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            grads(ours(), tensors, weighting)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_in_a_cuda_graph():
+    up, down, gate = weights(1024, 4096)
+    fire(gate, 64)
+    x, weighting = tokens_of(3000, 1024), torch.randn(3000, 1024, device="cuda")
+    leaves = leaves_of(x, up, down, gate)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            torch.autograd.grad(loss_of(ours()(*leaves), weighting), leaves)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = torch.autograd.grad(loss_of(ours()(*leaves), weighting), leaves)
+    with torch.no_grad():
+        leaves[0].copy_(tokens_of(3000, 1024))
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = torch.autograd.grad(loss_of(ours()(*leaves), weighting), leaves)
+    assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
+
+
+def module(hidden=1024, neurons=4096, nnz=48, **options):
+    up, down, gate = weights(hidden, neurons)
+    fire(gate, nnz)
+    mlp = SparseMLP(hidden, neurons, device="cuda", dtype=torch.bfloat16, **options)
+    state = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down.contiguous()}
+    mlp.load_state_dict(state)
+    return mlp
+
+
+def module_grads(mlp, x, run=None):
+    mlp.zero_grad(set_to_none=True)
+    x = x.detach().requires_grad_()
+    y = (run or mlp)(x)
+    y.float().square().sum().backward()
+    return [x.grad, *(p.grad for p in mlp.parameters())]
+
+
+def test_a_compiled_step():
+    mlp, x = module(plan=BLOCK), tokens_of(4096, 1024)
+    wanted = module_grads(mlp, x)
+    found = module_grads(mlp, x, torch.compile(mlp, fullgraph=True))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant):
+    mlp, x = module(plan=BLOCK), tokens_of(4096, 1024)
+    wanted = module_grads(mlp, x)
+    found = module_grads(mlp, x, lambda x: checkpoint(mlp, x, use_reentrant=reentrant))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_autocast_with_float32_weights():
+    mlp, x = module(plan=BLOCK), tokens_of(4096, 1024)
+    wanted = module_grads(mlp, x)
+    master = SparseMLP(1024, 4096, device="cuda", plan=BLOCK)
+    master.load_state_dict({name: value.float() for name, value in mlp.state_dict().items()})
+
+    def run(x):
+        with torch.autocast("cuda", torch.bfloat16):
+            return master(x)
+
+    found = module_grads(master, x, run)
+    for f, w in zip(found, wanted, strict=True):
+        assert (f.float() - w.float()).norm() <= 0.01 * w.float().norm()
+    assert all(p.grad.dtype == torch.float32 for p in master.parameters())
+
+
+@pytest.mark.parametrize(("nnz", "sparse"), [(24, True), (5632, False)])
+def test_layers_switch_by_how_active_they_are(nnz, sparse):
+    mlp, x = module(2048, 5632, nnz), tokens_of(8192, 2048)
+    for _ in range(6):
+        module_grads(mlp, x)
+        torch.cuda.synchronize()
+    with recorded_paths() as ran:
+        module_grads(mlp, x)
+    assert [piece.path for piece in ran] == ["block" if sparse else "dense"]
+    (state,) = training_states()
+    assert state.sparse is sparse
+    assert state.switches == int(sparse)
+
+
+def test_loss_curves_of_sparse_and_dense_training_agree():
+    """200 steps from the same seed: the gap stays within what bf16 noise makes between two dense runs."""
+
+    def train(plan, noise=0.0):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(SparseMLP(256, 1024, plan=plan, record=True) for _ in range(2)))
+        model = model.to("cuda", torch.bfloat16)
+        head = torch.nn.Linear(256, 64, device="cuda", dtype=torch.bfloat16)
+        parameters = [*model.parameters(), *head.parameters()]
+        with torch.no_grad():
+            parameters[0].mul_(1 + noise)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        generator = torch.Generator("cuda").manual_seed(1)
+        target = torch.randn(256, 64, device="cuda", generator=generator)
+        losses = []
+        for _ in range(200):
+            x = torch.randn(1024, 256, device="cuda", generator=generator)
+            wanted = (x @ target).argmax(-1)
+            logits = head(x.bfloat16() + model(x.bfloat16()))
+            loss = torch.nn.functional.cross_entropy(logits.float(), wanted)
+            penalty = sum(layer.last_stats.l1 for layer in model)
+            optimizer.zero_grad()
+            (loss + 1e-3 * penalty).backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        return torch.stack(losses).float()
+
+    dense, sparse = train(Plan(path="dense")), train(BLOCK)
+    noisy = train(Plan(path="dense"), noise=2**-7)
+    assert dense[-20:].mean() < 0.5 * dense[0]
+    gap, noise = (dense - sparse).abs()[-100:].mean(), (dense - noisy).abs()[-100:].mean()
+    assert gap <= 3 * noise + 1e-3
+
+
+def test_nan_reaches_the_gradients_of_what_it_meets():
+    up, down, gate = weights(512, 2048)
+    fire(gate, 50)
+    x = tokens_of(600, 512)
+    x[3, 5] = float("nan")
+    found = grads(lambda *t: ffn(*t, plan=BLOCK), (x, up, down, gate), torch.ones(600, 512, device="cuda"))
+    assert found[0][3].isnan().all()
+    assert not found[0][:3].isnan().any()
+    assert found[1].isnan().any()
