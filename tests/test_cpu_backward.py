@@ -35,7 +35,6 @@ def taken(monkeypatch):
     for name in ("MIN_TOKENS", "MIN_TOKENS_COPYING", "MIN_HIDDEN", "FEW_TOKENS"):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
-    monkeypatch.setattr(module, "sparse_can_pay", lambda site: True)
     monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)
     monkeypatch.setattr("twell.kernels.cpu_weights.has_native_gemm", lambda dtype: False)
     return taken
@@ -125,14 +124,17 @@ def test_variants(taken, dtype, gated, activation, biases):
 
 
 @pytest.mark.parametrize("tokens", [31, 32, 101])
-def test_several_chunks(taken, tokens, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 3, 1000])
+def test_several_chunks_and_pieces(taken, tokens, rows, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(module, "PIECE_ROWS", rows)
     check(block(tokens, biases=True, seed=4))
     assert taken
 
 
-def test_long_sums_are_as_exact_as_stock(taken):
-    check(block(6000, 16, 32, 6, seed=5))
+@pytest.mark.parametrize(("tokens", "neurons"), [(5000, 64), (32, 8192)])
+def test_long_sums_are_as_exact_as_stock(taken, tokens, neurons):
+    check(block(tokens, 32, neurons, 0.5 * neurons, sigma=0.5, seed=5))
     assert taken
 
 
@@ -247,7 +249,7 @@ class TestNonFinite:
         dense = [None if g is None else ~g.isfinite() for g in run(args, dense_backward)]
         for mine, theirs in zip(found, dense, strict=True):
             assert mine is None or torch.equal(mine, theirs)
-        assert found[1].any()
+        assert found[0].any() or found[1].any()
         assert taken
 
     @pytest.mark.parametrize("name", ["up", "down"])
@@ -269,12 +271,6 @@ class TestWhenItIsTaken:
         monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 0.1})
         for nnz in (4, 16, 40, 136):
             run(block(300, nnz=nnz, sigma=1.0))
-        assert len(taken) == 1
-
-    def test_long_sums_per_token(self, taken, monkeypatch):
-        monkeypatch.setattr(module, "_MAX_ACTIVE", 8)
-        run(block(nnz=4))
-        run(block(nnz=16))
         assert len(taken) == 1
 
     @pytest.mark.parametrize("tokens", [1, 40, 300])

@@ -18,7 +18,7 @@ from ..activations import Activation, largest_at_most
 from .args import FfnArgs
 from .cpu_choice import sparse_can_pay
 from .cpu_weights import CpuSite, WeightViews
-from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, sampled_dot, weighted_row_sum
+from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, sampled_dot
 from .dense import dense_backward
 
 # The share of active pairs up to which the active set is taken. Times of the dense backward over this one,
@@ -31,10 +31,11 @@ MIN_TOKENS, MIN_TOKENS_COPYING = 16, 256
 FEW_TOKENS = 4  # fewer are not worth a look
 MIN_HIDDEN = 128  # below, what a pair costs besides its products shows
 
-# Sums run one row after the other. Their fp32 error over stock's, D 64, 32,768 tokens: up to 6.1 in one
-# piece, 1.3 in pieces of 1,024 tokens. A token's sums cannot be cut: 1,638 active neurons 2.07, 819 1.0.
-CHUNK_TOKENS = 512
-_MAX_ACTIVE = 1024
+CHUNK_TOKENS = 2048  # what bounds the memory of one pass
+
+# Rows are added one after the other, so long sums are made in pieces. Worst fp32 error over stock's, D 128 to
+# 1024, 4,096 tokens, neurons that are nearly always active: pieces of 1,024 rows 3.5, 512 1.36, 256 1.15.
+PIECE_ROWS = 128
 
 _SAMPLED_SHARE = 32  # one token in so many is looked at first: 0.5% of the dense backward
 _SAMPLED_TOKENS = range(16, 65)
@@ -137,36 +138,58 @@ class _Pairs:
         """[m, D]: sums over the neurons of each token, so the pairs are put in that order."""
         args, (neurons, tokens) = self._args, self._pattern.shape
         flat, order = torch.sort(self._pattern.columns * neurons + self._neurons)
-        by_token = RowPattern(flat, torch.Size((tokens, neurons)))
-
-        def sums(weight: Tensor, scale: Tensor) -> Tensor:
-            return weighted_row_sum(weight, scale.index_select(0, order), by_token, by_token.columns)
-
-        grad_x = sums(args.up, self._grad_up)
-        return grad_x if args.gate is None else grad_x.add_(sums(args.gate, self._grad_gate))
+        sums = _RowSums(RowPattern(flat, torch.Size((tokens, neurons))))
+        grad_x = sums.of(args.up, self._grad_up.index_select(0, order))
+        if args.gate is not None:
+            grad_x += sums.of(args.gate, self._grad_gate.index_select(0, order))
+        return grad_x
 
     def weight_sums(self, needed: FfnArgs) -> tuple[Tensor | None, ...]:
         """Over these tokens: up [H, D], down [H, D], gate [H, D], up_bias [H], gate_bias [H]."""
-        pattern = self._pattern
+        sums = _RowSums(self._pattern)
 
-        def sums(wanted: bool, tokens: Tensor, scale: Tensor | None) -> Tensor | None:
-            if not wanted or scale is None:
-                return None
-            return weighted_row_sum(tokens, scale, pattern, pattern.columns)
-
-        def totals(wanted: bool, values: Tensor | None) -> Tensor | None:
-            if not wanted or values is None:
-                return None
+        def total(values: Tensor) -> Tensor:
             # In float64, which costs next to nothing: a neuron may be active for every token.
-            return torch.bincount(self._neurons, values.double(), pattern.shape[0])
+            return torch.bincount(self._neurons, values.double(), self._pattern.shape[0])
 
+        gated = self._grad_gate is not None
         return (
-            sums(needed.up, self._args.x, self._grad_up),
-            sums(needed.down, self._grad_y, self._hidden),
-            sums(needed.gate, self._args.x, self._grad_gate),
-            totals(needed.up_bias, self._grad_up),
-            totals(needed.gate_bias, self._grad_gate),
+            sums.of(self._args.x, self._grad_up) if needed.up else None,
+            sums.of(self._grad_y, self._hidden) if needed.down else None,
+            sums.of(self._args.x, self._grad_gate) if gated and needed.gate else None,
+            total(self._grad_up) if needed.up_bias else None,
+            total(self._grad_gate) if gated and needed.gate_bias else None,
         )
+
+
+class _RowSums:
+    """Weighted sums of rows over one pattern, made in pieces of at most `PIECE_ROWS` rows."""
+
+    def __init__(self, pattern: RowPattern) -> None:
+        pieces = (pattern.offsets.diff() + (PIECE_ROWS - 1)).floor_divide_(PIECE_ROWS)
+        self._columns, self._starts, self._groups = pattern.columns, pattern.offsets, None
+        if bool((pieces > 1).any()):
+            ends = pieces.cumsum(0)
+            row = torch.repeat_interleave(pieces)
+            piece = torch.arange(row.numel(), device="cpu")
+            inside = piece - (ends - pieces).index_select(0, row)
+            starts = pattern.offsets.index_select(0, row) + inside * PIECE_ROWS
+            self._starts = torch.cat((starts, pattern.offsets[-1:]))
+            self._groups = torch.nn.functional.pad(ends, (1, 0))
+
+    def of(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """[m, D]: for every row of the pattern the sum of scale[entry] * rows[column]; scale [nnz]."""
+        parts = _bags(rows, scale, self._columns, self._starts)
+        if self._groups is None:
+            return parts
+        return _bags(parts, None, torch.arange(parts.shape[0], device="cpu"), self._groups)
+
+
+def _bags(rows: Tensor, scale: Tensor | None, columns: Tensor, offsets: Tensor) -> Tensor:
+    bags = torch.embedding_bag(
+        rows, columns, offsets, mode=0, per_sample_weights=scale, include_last_offset=True
+    )
+    return bags[0]
 
 
 def _active(pre: Tensor, activation: Activation) -> Tensor:
@@ -186,13 +209,12 @@ def _only_values_matter(tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def _can_pay(args: FfnArgs, site: CpuSite) -> bool:
-    """Whether a sparse block of this kind would be worth it; args in the dtype that is computed in."""
+    """Whether the active set of a block of this kind is worth looking for."""
     tokens, hidden = args.x.shape
     weights = (args.up, args.down.mT) if args.gate is None else (args.up, args.down.mT, args.gate)
     copying = not all(weight.is_contiguous() for weight in weights)
     return (
         SAMPLED_DOT_AVAILABLE
-        and args.x.dtype in MAX_DENSITY
         and tokens >= (MIN_TOKENS_COPYING if copying else MIN_TOKENS)
         and hidden >= MIN_HIDDEN
         and sparse_can_pay(site)
@@ -205,7 +227,8 @@ def _is_sparse(args: FfnArgs) -> bool:
     size = min(max(tokens // _SAMPLED_SHARE, _SAMPLED_TOKENS.start), _SAMPLED_TOKENS.stop - 1, tokens)
     # Multiples of the golden ratio spread evenly, without a period that a batch of sequences might have too.
     place = torch.arange(size, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO % 1
-    x = args.x.index_select(0, (place * tokens).long())
-    active = _active(linear(x, args.selector, args.selector_bias), args.activation)
-    mean = int(torch.count_nonzero(active)) / size
-    return mean <= min(MAX_DENSITY[x.dtype] * neurons, _MAX_ACTIVE)
+    wide = torch.promote_types(args.x.dtype, torch.float32)
+    x = args.x.index_select(0, (place * tokens).long()).to(wide)
+    bias = None if args.selector_bias is None else args.selector_bias.to(wide)
+    active = _active(linear(x, args.selector.to(wide), bias), args.activation)
+    return int(torch.count_nonzero(active)) <= MAX_DENSITY[wide] * size * neurons

@@ -29,6 +29,9 @@ from .target import target_of
 # H 5632, 16,384 tokens) 1.1x at 0.49, 0.7x with all active.
 _ENTER, _LEAVE = 0.45, 0.5
 
+# The backward has room for a third of the neurons at once, in whole chunks; above, it takes rounds.
+_CROWDED = 0.3
+
 # Operations of a forward pass below which the host takes longer to launch a step than dense takes the device:
 # 8,192 tokens at D 2048, H 5632.
 _OPERATIONS = 5e11
@@ -80,7 +83,10 @@ def train_backward(
     rows = block_rows or DEFAULT_ROWS
     if not fits(prepare(args), rows):
         return dense_backward(args, grad_y, grad_l1, needed)
-    return gpu_backward(args, Active(saved.lists, saved.counts, rows), grad_y, grad_l1, needed)
+    share = monitor.known_share(_key(args))
+    crowded = share is not None and share > _CROWDED
+    active = Active(saved.lists, saved.counts, rows)
+    return gpu_backward(args, active, grad_y, grad_l1, needed, crowded)
 
 
 def _dense(args: FfnArgs, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:

@@ -26,7 +26,7 @@ def combine(
     HAS_L1: tl.constexpr,
     GATED: tl.constexpr,
     SQUARE: tl.constexpr,
-    WEIGHTS: tl.constexpr,
+    RARE: tl.constexpr,
     CHUNK: tl.constexpr,
     ENTRIES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -35,10 +35,12 @@ def combine(
 
         plane 0: hidden (of frequent neurons only), 1: gradients of pre-activations, 2: gradients of up values
 
-    Rows past the end of a list and tokens past M become zeros in planes 1 and 2. With WEIGHTS, the same three
+    Rows past the end of a list and tokens past M become zeros in planes 1 and 2. With RARE, the same three
     values of rare neurons also go, neuron by neuron, from where `offsets` says (-1: not rare), to
 
         tokens int32 [capacity], values [capacity, 4]
+
+    Without, plane 0 is written for all.
     """
     DTYPE: tl.constexpr = pool.dtype.element_ty
     PARTS: tl.constexpr = CHUNK // ENTRIES
@@ -77,7 +79,7 @@ def combine(
         if GATED:
             grad_up = tl.where(active, grad * activated, 0.0).to(DTYPE)
             tl.store(cell + 2 * plane, grad_up)
-        if WEIGHTS:
+        if RARE:
             offset = tl.load(offsets + neuron, mask=listed, other=-1)
             tl.store(cell, hidden, mask=(listed & (offset < 0))[:, None])
             start = offset + tl.load(before + block * H + neuron, mask=listed, other=0)
@@ -88,3 +90,5 @@ def combine(
             tl.store(values + target * 4 + 1, grad_pre, mask=kept)
             if GATED:
                 tl.store(values + target * 4 + 2, grad_up, mask=kept)
+        else:
+            tl.store(cell, hidden)

@@ -31,7 +31,7 @@ def combine_hopper(
     HAS_L1: gl.constexpr,
     GATED: gl.constexpr,
     SQUARE: gl.constexpr,
-    WEIGHTS: gl.constexpr,
+    RARE: gl.constexpr,
     CHUNK: gl.constexpr,
     ENTRIES: gl.constexpr,
     ROWS: gl.constexpr,
@@ -76,7 +76,7 @@ def combine_hopper(
         if GATED:
             grad_up = gl.where(active, grad * activated, 0.0).to(DTYPE)
             gl.store(cell + 2 * plane, grad_up)
-        if WEIGHTS:
+        if RARE:
             offset = gl.load(offsets + neuron, mask=listed, other=-1)
             gl.store(cell, hidden, mask=(listed & (offset < 0))[:, None])
             start = offset + gl.load(before + block * H + neuron, mask=listed, other=0)
@@ -87,3 +87,5 @@ def combine_hopper(
             gl.store(values + target * 4 + 1, grad_pre, mask=kept)
             if GATED:
                 gl.store(values + target * 4 + 2, grad_up, mask=kept)
+        else:
+            gl.store(cell, hidden)

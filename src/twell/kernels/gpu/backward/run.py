@@ -11,17 +11,23 @@ from .stages import Active, BackwardStages, Gradients
 
 
 def gpu_backward(
-    args: FfnArgs, active: Active, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+    args: FfnArgs,
+    active: Active,
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    needed: FfnArgs,
+    crowded: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias); never waits for the device.
 
     grad_y:   [M, E].
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
+    crowded:  whether more than a third of the neurons is expected to be active; see `BackwardStages`.
     """
     if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
-            return gpu_backward(args, active, grad_y, grad_l1, needed)
+            return gpu_backward(args, active, grad_y, grad_l1, needed, crowded)
     operands = prepare(args)
     gated = args.gate is not None
 
@@ -37,7 +43,7 @@ def gpu_backward(
         up_bias=new(operands.up_bias, gated and needed.up_bias),
     )
     grad_y = readable(grad_y)
-    stages = BackwardStages(operands, active, grad_y, grad_l1, gradients)
+    stages = BackwardStages(operands, active, grad_y, grad_l1, gradients, crowded)
     stages.run()
     return (
         gradients.x,

@@ -1,6 +1,6 @@
 """The backward pass on the active set, launched kernel by kernel; portable or Hopper kernels.
 
-    plan_round        which listed neurons of which blocks go into the pool now
+    plan_rounds       which listed neurons of which blocks go into the pool when
     gather_products   their pre-activations, up values and gradients of hidden activations
     count_tokens, order_neurons     how often each neuron fired: frequent or rare
     combine           hidden activations and gradients of pre-activations and up values
@@ -8,9 +8,10 @@
     frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
     rare_weights      of the others: token by token
 
-The pool has room for a third of all neurons in all blocks. Whatever is listed fits into round 0 if it is
-less than that; else three rounds take a third of the neurons each. Which it is is decided on the device:
-all rounds are always launched, and later ones usually find nothing to do.
+The pool has room for a third of all neurons in all blocks. Whatever is listed goes into round 0 if it is
+less than that; else three rounds take a third of the neurons each. Which it is is decided on the device: all
+rounds are always launched, and later ones usually find nothing to do. Unless they are expected to, they take
+all their neurons for frequent, which needs fewer launches.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .hidden import combine
 from .inputs import input_gradient
 from .neurons import count_tokens, order_neurons
 from .products import gather_products
-from .rounds import plan_round
+from .rounds import plan_rounds
 from .tiles import backward_tiles
 from .weights import bias_sums, frequent_weights, rare_weights
 
@@ -88,7 +89,10 @@ class BackwardStages:
         grad_y: Tensor,
         grad_l1: Tensor | None,
         gradients: Gradients,
+        crowded: bool = False,
     ) -> None:
+        """crowded: whether more is expected to be active than the pool holds; a matter of speed only."""
+        self.crowded = crowded
         self.operands, self.active, self.grad_y, self.grad_l1 = operands, active, grad_y, grad_l1
         self.gradients = gradients
         self.target: Target = target_of(operands.x.device)
@@ -138,40 +142,50 @@ class BackwardStages:
         return self.blocks * self.chunks_per_round * self.tiles.chunk
 
     def run(self) -> None:
+        self.plan()
         for turn in range(ROUNDS):
-            self.plan(turn)
+            self.enter(turn)
+            sorted_out = bool(self.wanted) and (turn == 0 or self.crowded)
             self.products()
-            if self.wanted:
+            if sorted_out:
                 self.order()
-            self.combine()
+            self.combine(sorted_out)
             if self.gradients.x is not None:
                 self.inputs(turn)
             if self.wanted:
                 self.frequent()
+            if sorted_out:
                 self.rare()
             self.biases()
 
-    def plan(self, turn: int) -> None:
-        self.counter = self.counters[8 * turn : 8 * turn + 4]
-        self.how_many = self.counters[8 * turn + 4 : 8 * turn + 8]
+    def plan(self) -> None:
         arguments = (
             self.active.lists,
             self.active.counts,
-            self.spans,
-            self.work,
-            self.counter,
-            self.bounds,
+            self.all_spans,
+            self.all_work,
+            self.counters,
+            self.all_bounds,
+            self.all_frequent,
             self.blocks,
             self.operands.neurons,
-            turn,
             self.chunks_per_round,
+            self.all_spans.shape[1],
+            self.all_work.shape[1],
+            self.all_frequent.shape[1],
         )
         constants = {
+            "ROUNDS": ROUNDS,
             "CHUNK": self.tiles.chunk,
             "WIDTH": power_of_two(self.operands.neurons),
             "BLOCKS": power_of_two(self.blocks),
         }
-        launch((self.kind, turn), plan_round, (self.blocks,), arguments, constants, num_warps=8)
+        launch(self.kind, plan_rounds, (self.blocks,), arguments, constants, num_warps=8)
+
+    def enter(self, turn: int) -> None:
+        """Work on round `turn` from here on."""
+        self.counter, self.how_many = self._counters[2 * turn : 2 * turn + 2]
+        self.spans, self.work, self.bounds, self.frequent_list = self._rounds[turn]
 
     def products(self) -> None:
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
@@ -233,7 +247,8 @@ class BackwardStages:
         constants = {"NEURONS": self.tiles.neurons, "CANDIDATES": _CANDIDATES, "WIDTH": power_of_two(neurons)}
         launch(self.kind, order_neurons, (1,), arguments, constants, num_warps=16)
 
-    def combine(self) -> None:
+    def combine(self, rare: bool) -> None:
+        """rare: whether `order` has said which neurons are."""
         operands, tiles = self.operands, self.tiles
         arguments = (
             self.pool,
@@ -254,7 +269,7 @@ class BackwardStages:
             "HAS_L1": self.grad_l1 is not None,
             "GATED": self.gated,
             "SQUARE": operands.square,
-            "WEIGHTS": bool(self.wanted),
+            "RARE": rare,
             "CHUNK": tiles.chunk,
             "ENTRIES": tiles.entries,
             "ROWS": self.active.rows,
@@ -264,7 +279,11 @@ class BackwardStages:
         kernel = combine
         if self.hopper:
             from .hopper_hidden import combine_hopper as kernel
-        kind = self.kind, self.grad_l1 is not None and (self.grad_l1.dtype, self.grad_l1.data_ptr() % 16)
+        kind = (
+            self.kind,
+            rare,
+            self.grad_l1 is not None and (self.grad_l1.dtype, self.grad_l1.data_ptr() % 16),
+        )
         launch(kind, kernel, grid, arguments, constants, num_warps=4)
 
     def inputs(self, turn: int) -> None:
@@ -391,11 +410,17 @@ class BackwardStages:
         # One allocation that starts as zeros: places, and two counters for every round, 16 bytes apart.
         cleared = self.operands.x.new_zeros(blocks * neurons + 8 * ROUNDS, dtype=torch.int32)
         self.places, self.counters = cleared[: blocks * neurons], cleared[blocks * neurons :]
+        self._counters = self.counters.split(4)
         self.pool = new(self.planes, self.rows, self.active.rows)
-        self.spans, self.work = numbers(blocks, 3), numbers(blocks * self.chunks_per_round, 3)
-        self.bounds, self.firing, self.offsets = numbers(2), numbers(neurons), numbers(neurons)
+        # Of each round; rows of multiples of 16 bytes.
+        self.all_spans = numbers(ROUNDS, cdiv(blocks * 3, 4) * 4)
+        self.all_work = numbers(ROUNDS, cdiv(blocks * self.chunks_per_round * 3, 4) * 4)
+        self.all_bounds = numbers(ROUNDS, 4)
         # The Hopper kernels read a whole tile of neurons without asking where the list ends.
-        self.frequent_list = numbers(neurons + 256)
+        self.all_frequent = numbers(ROUNDS, neurons + 256)
+        each = (self.all_spans, self.all_work, self.all_bounds, self.all_frequent)
+        self._rounds = list(zip(*(t.unbind(0) for t in each), strict=True))
+        self.firing, self.offsets = numbers(neurons), numbers(neurons)
         self.before = numbers(blocks * neurons)
         # Rare neurons fire for at most so many tokens each.
         capacity = neurons * self.limit * _CANDIDATES
