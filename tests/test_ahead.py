@@ -18,7 +18,7 @@ class Asked:
     def __init__(self):
         self.calls, self.settled = 0, []
 
-    def __call__(self, path, backend, args):
+    def __call__(self, path, backend, args, training):
         self.calls += 1
         return Skip(True, 2, self.settled.append)
 

@@ -21,6 +21,15 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 L1 = 0.3
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Where other programs run, the threads of such small operations mostly wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def taken(monkeypatch):
     """Blocks of any size and density take the active set; the list says how often that was."""
@@ -282,7 +291,10 @@ class TestWhenItIsTaken:
         run(args._replace(down=args.down.mT.contiguous().mT))
         assert len(taken) == {1: 0, 40: 1, 300: 2}[tokens]
 
-    def test_blocks_as_they_come(self, monkeypatch):
+    @pytest.mark.parametrize("threads", [1, 2])
+    def test_blocks_as_they_come(self, threads, monkeypatch):
+        torch.set_num_threads(threads)
+        monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)  # many cores may need larger blocks
         sparse: list[bool] = []
         look = module._is_sparse
         monkeypatch.setattr(module, "_is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])

@@ -7,6 +7,7 @@ import torch
 
 import twell
 from twell import Backend, Plan, Site, ffn
+from twell.backends import get_backend
 from twell.kernels.dense import dense_backward, dense_forward
 from twell.plan import resolve
 from twell.synthetic import make_ffn
@@ -75,16 +76,19 @@ def test_a_plan_is_validated(options, message):
         Plan(**options)
 
 
-def test_dense_because_of_gradients_is_said_once(caplog, monkeypatch):
+def test_dense_because_of_gradients_is_said_once(caplog, monkeypatch, register):
+    """Of a backend that has no backward, where no other would run."""
     monkeypatch.setattr("twell._log._logged", set())
+    register("forward only")
+    monkeypatch.setattr("twell.plan.candidates", lambda: (get_backend("forward only"),))
     for _ in range(2):
-        resolve(None, site(training=True))
+        assert resolve(None, site(training=True)).path == "dense"
     assert ["gradients are wanted" in record.message for record in caplog.records] == [True]
 
 
-def test_auto_takes_the_cpu_backend_for_inference_and_dense_for_training():
+def test_auto_takes_the_cpu_backend_for_inference_and_training():
     assert resolve(None, site()) == Plan(path="auto", backend="cpu")
-    assert resolve(None, site(training=True)) == Plan(path="dense", backend="dense")
+    assert resolve(None, site(training=True)) == Plan(path="auto", backend="cpu")
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])

@@ -26,7 +26,19 @@ _MOST = 4096
 class _Grant:
     """`left` more calls like one that was asked about; `settle` is told how many were made of it."""
 
-    __slots__ = ("activation", "calls", "device", "kind", "left", "place", "plan", "settle", "spec", "state")
+    __slots__ = (
+        "activation",
+        "calls",
+        "device",
+        "kind",
+        "left",
+        "place",
+        "plan",
+        "settle",
+        "spec",
+        "state",
+        "training",
+    )
 
     def __init__(
         self,
@@ -41,6 +53,7 @@ class _Grant:
         self.calls = self.left = calls
         self.settle = settle
         self.state = _state()
+        self.training = _training(tensors)
 
     def holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
         x = tensors[0]
@@ -54,8 +67,8 @@ class _Grant:
             and _kind(tensors) == self.kind
             and tensors[1].data_ptr() == self.place
             and _state() == self.state
-            # Recorded for a backward, the block must be computed as it will be computed again.
-            and not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+            # Recorded for a backward, a block follows other rules.
+            and _training(tensors) == self.training
             and not torch.is_autocast_enabled(x.device.type)
             and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
         )
@@ -116,6 +129,10 @@ def _kind(tensors: Tensors) -> list:
     for tensor in tensors:
         kind += (None,) if tensor is None else (tensor.shape, tensor.dtype)
     return kind
+
+
+def _training(tensors: Tensors) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _state() -> tuple[str | None, int]:

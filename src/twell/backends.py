@@ -55,13 +55,17 @@ class Training:
     forward:   (args, path, block_rows, record) -> FfnOutput and what the backward wants saved.
     backward:  (args, saved, block_rows, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments.
     sizes:     (tokens, neurons, block_rows) -> sizes of the two saved tensors.
-    skip:      FfnArgs -> whether an automatic plan should leave this step to dense PyTorch and autograd.
+    skip:      (args, hooked) -> whether an automatic plan should leave this step, and how many more of its
+               kind, to dense PyTorch and its autograd. hooked: whether hooks watch what is saved, as those of
+               a checkpoint do; the answer must then be the same when the step is computed again.
+    path:      what an automatic plan runs if not; with hooks, "auto".
     """
 
     forward: Callable[[FfnArgs, str, int, bool], tuple[FfnOutput, Saved]]
     backward: Callable[[FfnArgs, Saved, int, Tensor, Tensor | None, FfnArgs], Gradients]
     sizes: Callable[[int, int, int], tuple[int, int]]
-    skip: Callable[[FfnArgs], bool]
+    skip: Callable[[FfnArgs, bool], Skip]
+    path: str = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +216,10 @@ def _gpu_train_backward(
     return train_backward(args, saved, block_rows, grad_y, grad_l1, needed)
 
 
-def _gpu_train_skip(args: FfnArgs) -> bool:
-    from .kernels.gpu.training import trains_dense
+def _gpu_train_skip(args: FfnArgs, hooked: bool) -> Skip:
+    from .kernels.gpu.training import skips_step
 
-    return trains_dense(args)
+    return skips_step(args, hooked)
 
 
 register_backend(
@@ -238,7 +242,7 @@ register_backend(
             forward=cpu_training.train_forward,
             backward=cpu_training.train_backward,
             sizes=cpu_training.sizes,
-            skip=cpu_training.trains_dense,
+            skip=cpu_training.skips_step,
         ),
     )
 )
@@ -256,6 +260,7 @@ register_backend(
             backward=_gpu_train_backward,
             sizes=list_sizes,
             skip=_gpu_train_skip,
+            path="block",
         ),
     )
 )

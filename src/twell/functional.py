@@ -142,12 +142,20 @@ def _dispatch(
     )
     args = FfnArgs(_flat(x), *tensors[1:], activation)
     observed = _observed(tensors)
-    skip = _skip(path, backend, args, observed, training)
+    if not observed:
+        skip = _skip(path, backend, args, training)
+    else:
+        # Who looks sees a dense block whole (a compiler fuses it), and nothing has to be computed again for
+        # the backward: better than an op that may turn out dense inside.
+        trainable = training and get_backend(backend).training is not None
+        skip = _DENSE if trainable and path == "auto" else RUN
     if skip.dense or (path == "dense" and backend == "dense"):
         output = dense_forward(args, record)
         if skip.ahead and lasting and not record:
             grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
     elif training:
+        if path == "auto" and not _hooked() and get_backend(backend).training is not None:
+            path = get_backend(backend).training.path  # what `_skip` was asked about
         y, l1, firing, _, _ = train_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
     elif observed:
@@ -171,18 +179,22 @@ def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _skip(path: str, backend: str, args: FfnArgs, observed: bool, training: bool) -> Skip:
-    """Whether the backend leaves this call to dense PyTorch, without the op around it."""
+def _skip(path: str, backend: str, args: FfnArgs, training: bool) -> Skip:
+    """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
     if path != "auto":
         return RUN
     kernels = get_backend(backend)
     if training and kernels.training is not None:
-        # What the compiler sees of a block it fuses, and the backward need not compute it again.
-        return _DENSE if torch.compiler.is_compiling() or kernels.training.skip(args) else RUN
-    return RUN if observed or kernels.skip is None else kernels.skip(args)
+        return kernels.training.skip(args, _hooked())
+    return RUN if kernels.skip is None else kernels.skip(args)
 
 
 _DENSE = Skip(dense=True)
+
+
+def _hooked() -> bool:
+    """Whether hooks watch what is saved for the backward: checkpoints, offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _flat(x: Tensor) -> Tensor:

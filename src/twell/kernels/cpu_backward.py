@@ -21,23 +21,24 @@ from .cpu_weights import CpuSite, WeightViews
 from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, sampled_dot
 from .dense import dense_backward
 
-# The share of active pairs up to which the active set is taken. Times of the dense backward over this one,
-# fp32, 2 Zen 3 cores, gated, D 1024, H 4096:
+# The share of active pairs up to which the active set is taken. Dense time over this one's, fp32, 2 Zen 3
+# cores, D 512 and 1024, H 4 D, 256 and 1,024 tokens, gated and not, `down` stored either way: 10% active 1.12
+# to 1.92, 12.5% 0.99 to 1.64, 15% 0.90 to 1.46, 20% 0.80 to 1.15. fp64: 3% 1.67 to 2.43, 5% 1.11 to 1.34.
 MAX_DENSITY = {torch.float32: 0.1, torch.float64: 0.03}
 
-# Tokens from which it is taken: more if a weight is copied to be neuron-major (13 ms each way at D 1024, H
-# 4096).
+# Tokens from which it is taken; more if a weight must be copied first. D 1024, H 4096, not gated, 10% active:
+# 16 tokens 1.9, but 0.6 with a copy of `down` in and one of its gradient out (13 ms each); 128 so 0.7.
 MIN_TOKENS, MIN_TOKENS_COPYING = 16, 256
 FEW_TOKENS = 4  # fewer are not worth a look
-MIN_HIDDEN = 128  # below, what a pair costs besides its products shows
+MIN_HIDDEN = 128  # D 64, H 256, 8,192 tokens, 12.5% active: 0.78
 
-CHUNK_TOKENS = 2048  # what bounds the memory of one pass
+CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chunks of 512 cost 18% more
 
 # Rows are added one after the other, so long sums are made in pieces. Worst fp32 error over stock's, D 128 to
-# 1024, 4,096 tokens, neurons that are nearly always active: pieces of 1,024 rows 3.5, 512 1.36, 256 1.15.
+# 1024, 4,096 tokens, frequent neurons: 1,024 rows 3.5, 512 2.2, 256 1.7, 128 1.1, and no slower.
 PIECE_ROWS = 128
 
-_SAMPLED_SHARE = 32  # one token in so many is looked at first: 0.5% of the dense backward
+_SAMPLED_SHARE = 32  # one token in so many is looked at first: about 1% of the dense backward
 _SAMPLED_TOKENS = range(16, 65)
 _GOLDEN_RATIO = 0.6180339887498949
 

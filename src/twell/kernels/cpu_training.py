@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .args import FfnArgs, FfnOutput, Gradients, Saved
+from .args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
 from .cpu import cpu_forward
 from .cpu_backward import _can_pay, _is_sparse, cpu_backward
 from .cpu_weights import WeightViews
@@ -26,7 +26,9 @@ def sizes(tokens: int, neurons: int, block_rows: int) -> tuple[int, int]:
     return 0, 0
 
 
-def trains_dense(args: FfnArgs) -> bool:
-    """Whether an automatic plan should leave this step to dense PyTorch, from a look at a few tokens."""
+def skips_step(args: FfnArgs, hooked: bool = False) -> Skip:
+    """Whether an automatic plan should leave this step to dense PyTorch, from a look at a few tokens: the
+    same answer whenever it is computed again."""
     with torch.no_grad():
-        return not (_can_pay(args, WeightViews(args, tuned=False).site) and _is_sparse(args))
+        sparse = _can_pay(args, WeightViews(args, tuned=False).site) and _is_sparse(args)
+    return RUN if sparse else Skip(dense=True)

@@ -66,7 +66,7 @@ def combine(
             hidden = rounded(activated * up, DTYPE)
         if HAS_L1:
             sign = tl.where(hidden > 0.0, pull, tl.where(hidden < 0.0, -pull, 0.0))
-            grad = rounded(grad + sign, DTYPE)
+            grad += sign  # not rounded: it is often less than half a unit of the sum
         grad_pre = grad
         if GATED:
             grad_pre = rounded(grad * up, DTYPE)

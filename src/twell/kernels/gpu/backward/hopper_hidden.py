@@ -63,7 +63,7 @@ def combine_hopper(
             hidden = (activated * up).to(DTYPE).to(gl.float32)
         if HAS_L1:
             sign = gl.where(hidden > 0.0, pull, gl.where(hidden < 0.0, -pull, 0.0))
-            grad = (grad + sign).to(DTYPE).to(gl.float32)
+            grad += sign  # not rounded: it is often less than half a unit of the sum
         grad_pre = grad
         if GATED:
             grad_pre = (grad * up).to(DTYPE).to(gl.float32)
