@@ -296,8 +296,8 @@ class TestWhenItIsTaken:
         torch.set_num_threads(threads)
         monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)  # many cores may need larger blocks
         sparse: list[bool] = []
-        look = module._is_sparse
-        monkeypatch.setattr(module, "_is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])
+        look = module.is_sparse
+        monkeypatch.setattr(module, "is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])
         for nnz in (4, 400):
             check(block(256, 128, 1024, nnz, seed=8))
         run(block(256, 64, 256, 2))

@@ -5,6 +5,7 @@ Prints one line per kernel and target: name, capability, shared memory, spilled 
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from twell.kernels.gpu.rows import row_tiles
 from twell.kernels.gpu.target import Target
 from twell.kernels.gpu.tiles import block_tiles
 
+from . import compile_backward
+
 POINTERS = {
     "bias": "*bf16", "select_bias": "*bf16", "up_bias": "*bf16", "x": "*bf16", "w": "*bf16",
     "select": "*bf16", "up": "*bf16", "values": "*bf16", "hidden": "*bf16", "y": "*bf16",
@@ -32,6 +35,9 @@ NUMBERS = {
     "M": "i32", "H": "i32", "D": "i32", "E": "i32", "threshold": "fp32", "chunks_per_block": "i32",
     "padded": "i32", "blocks": "i32", "per_program": "i32", "tiles": "i32",
 }  # fmt: skip
+
+
+NOT_ALIGNED = ("M", "blocks", "tiles", "tokens", "limit", "units", "processors", "plane", "planes", "counter")
 
 
 def compiled(function, constants, descriptors, capability, *, gluon=False, **options):
@@ -47,8 +53,8 @@ def compiled(function, constants, descriptors, capability, *, gluon=False, **opt
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
-        if name in POINTERS or (name in NUMBERS and name not in ("M", "threshold", "blocks", "tiles"))
-        if name not in constants and not descriptors.get(name, "").startswith("tensordesc")
+        if name not in constants and signature[name] not in ("fp32",)
+        if name not in NOT_ALIGNED and not signature[name].startswith("tensordesc")
     }
     source_type = ASTSource
     if gluon:
@@ -69,10 +75,14 @@ def spilled_bytes(kernel) -> int:
     return sum(map(int, re.findall(r"STACK:(\d+)", report.stdout + report.stderr)))
 
 
-def portable(capability):
-    # What the launchers would choose there, with the shared memory of A100, H100 and B200.
+def portable_target(capability):
+    """With the shared memory of A100, H100 and B200."""
     memory = {80: 166_912, 90: 232_448, 100: 232_448}[capability]
-    target = Target(name="", capability=divmod(capability, 10), processors=100, shared_memory=memory)
+    return Target(name="", capability=divmod(capability, 10), processors=100, shared_memory=memory)
+
+
+def portable(capability):
+    target = portable_target(capability)  # tiles are what the launchers would choose there
     tiles = block_tiles(target, torch.bfloat16, 1 << 16, 5632, 0)
     dot = {"PRECISION": "ieee"}
     x = f"tensordesc<bf16[{tiles.rows}, {tiles.select_depth}]>"
@@ -137,17 +147,19 @@ def rows_kernels(target, capability):
     yield "apply_rows", compiled(row_apply.apply_rows, constants, {}, capability, **options)
 
 
-def hopper():
+def layout(*shape):
     from triton.experimental.gluon import language as gl
 
+    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
+
+
+def descriptor(*shape):
+    return f"tensordesc<bf16{list(shape)},{layout(*shape)!r}>"
+
+
+def hopper():
     from twell.kernels.gpu import hopper_down, hopper_few_down, hopper_few_select, hopper_select, hopper_up
     from twell.kernels.gpu.hopper_few import hopper_few_tiles
-
-    def layout(*shape):
-        return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
-
-    def descriptor(*shape):
-        return f"tensordesc<bf16{list(shape)},{layout(*shape)!r}>"
 
     target = Target(name="", capability=(9, 0), processors=132, shared_memory=232_448)
     options = {"gluon": True, "num_warps": 4}
@@ -185,9 +197,15 @@ def hopper():
         yield f"few_down_hopper tokens={tokens} features={features} bias={bias}", kernel
 
 
+def backward(target):
+    if target == "hopper":
+        return compile_backward.hopper(compiled, layout, descriptor)
+    return compile_backward.portable(compiled, portable_target(int(target)), int(target))
+
+
 def main(target: str) -> None:
     kernels = hopper() if target == "hopper" else portable(int(target))
-    for name, kernel in kernels:
+    for name, kernel in itertools.chain(kernels, backward(target)):
         print(f"{name} | {target} | {kernel.metadata.shared} | {spilled_bytes(kernel)}", flush=True)
 
 

@@ -63,7 +63,7 @@ def cpu_backward(
         wide = torch.float32
     with torch.autocast("cpu", enabled=False):
         args = FfnArgs(*(None if t is None else t.to(wide) for t in args[:-1]), args.activation)
-        sparse = _can_pay(args, site) and _is_sparse(args)
+        sparse = can_pay(args, site) and is_sparse(args)
         backward = _sparse_backward if sparse else dense_backward
         gradients = backward(args, grad_y.to(wide), grad_l1, needed)
     return tuple(None if gradient is None else gradient.to(dtype) for gradient in gradients)
@@ -209,7 +209,7 @@ def _only_values_matter(tensors: tuple[Tensor | None, ...]) -> bool:
     )
 
 
-def _can_pay(args: FfnArgs, site: CpuSite) -> bool:
+def can_pay(args: FfnArgs, site: CpuSite) -> bool:
     """Whether the active set of a block of this kind is worth looking for."""
     tokens, hidden = args.x.shape
     weights = (args.up, args.down.mT) if args.gate is None else (args.up, args.down.mT, args.gate)
@@ -222,7 +222,7 @@ def _can_pay(args: FfnArgs, site: CpuSite) -> bool:
     )
 
 
-def _is_sparse(args: FfnArgs) -> bool:
+def is_sparse(args: FfnArgs) -> bool:
     """Whether few enough pairs are active, from a sample of the tokens."""
     tokens, neurons = args.x.shape[0], args.up.shape[0]
     size = min(max(tokens // _SAMPLED_SHARE, _SAMPLED_TOKENS.start), _SAMPLED_TOKENS.stop - 1, tokens)

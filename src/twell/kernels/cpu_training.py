@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
 from .cpu import cpu_forward
-from .cpu_backward import _can_pay, _is_sparse, cpu_backward
+from .cpu_backward import can_pay, cpu_backward, is_sparse
 from .cpu_weights import WeightViews
 
 
@@ -29,6 +29,8 @@ def sizes(tokens: int, neurons: int, block_rows: int) -> tuple[int, int]:
 def skips_step(args: FfnArgs, hooked: bool = False) -> Skip:
     """Whether an automatic plan should leave this step to dense PyTorch, from a look at a few tokens: the
     same answer whenever it is computed again."""
+    site = WeightViews(args, tuned=False).site
+    if site.low_precision and not site.native_16_bit:
+        return RUN  # computed in float32 however active: stock 16-bit products take forty times as long
     with torch.no_grad():
-        sparse = _can_pay(args, WeightViews(args, tuned=False).site) and _is_sparse(args)
-    return RUN if sparse else Skip(dense=True)
+        return RUN if can_pay(args, site) and is_sparse(args) else Skip(dense=True)
