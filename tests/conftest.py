@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -33,3 +34,9 @@ if settings:
         max_examples=int(os.environ.get("TWELL_HYPOTHESIS_EXAMPLES", "100")),
     )
     settings.load_profile("ci")
+
+
+@pytest.fixture
+def fresh_compiler():
+    """Compiled code of other tests does not count towards the limit of recompilations."""
+    torch._dynamo.reset()

@@ -194,7 +194,7 @@ class TestProjectionsThatAreNotPlain:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("record", [False, True])
-def test_compiles_without_graph_break(plan, record):
+def test_compiles_without_graph_break(fresh_compiler, plan, record):
     mlp = SparseMLP(32, 96, plan=plan, record=record)
     compiled = torch.compile(mlp, fullgraph=True, backend="aot_eager")
     x = torch.randn(2, 5, 32)

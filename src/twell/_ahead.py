@@ -114,7 +114,7 @@ def granted_dense(tensors: Tensors, activation: str | Activation, plan: Plan | N
         _end(key)
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y = dense_forward(FfnArgs(flat, *tensors[1:], grant.activation), record=False).y
-    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], y.shape[-1])
+    return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 
 def _end(key: tuple[int, torch.Size]) -> None:

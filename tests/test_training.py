@@ -1,0 +1,265 @@
+"""Training through the registered ops, on the CPU: autograd, compilers, checkpoints, autocast, DDP, FSDP."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths
+from twell.kernels import cpu_backward
+
+from .accuracy import stock_dense
+from .training import NAMES, assert_gradients_accurate, block
+
+ROW = Plan(path="row")
+HIDDEN, NEURONS, TOKENS = 128, 512, 64
+
+
+@pytest.fixture(params=["row", "block"])
+def plan(request):
+    return Plan(path=request.param)
+
+
+@pytest.fixture
+def always_sparse(monkeypatch):
+    """Small blocks on the active set too, however active they are."""
+    monkeypatch.setattr(cpu_backward, "FEW_TOKENS", 0)
+    monkeypatch.setattr(cpu_backward, "can_pay", lambda args, site: True)
+    monkeypatch.setattr(cpu_backward, "is_sparse", lambda args: True)
+
+
+def large_block(nnz=12, **options):
+    return block(TOKENS, nnz=nnz, hidden=HIDDEN, neurons=NEURONS, **options)
+
+
+def module(plan=None, seed=0, **options):
+    """A sparse block: 5 of 512 neurons fire."""
+    torch.manual_seed(seed)
+    mlp = SparseMLP(HIDDEN, NEURONS, plan=plan, **options)
+    with torch.no_grad():
+        mlp.gate_proj.weight[:, 0] = -0.3
+    return mlp
+
+
+def inputs(seed=0, tokens=TOKENS):
+    x = torch.randn(4, tokens // 4, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    x[..., 0] = 4.5
+    return x
+
+
+def module_grads(mlp, x, run=None):
+    mlp.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_()
+    (mlp if run is None else run)(x).square().sum().backward()
+    return [x.grad, *(parameter.grad for parameter in mlp.parameters())]
+
+
+def assert_same(found, wanted):
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+def test_gradients_of_the_active_set(always_sparse, plan, gated, activation):
+    operands = large_block(gated=gated, bias=True)
+    assert_gradients_accurate(operands, activation, lambda **t: ffn_with_stats(**t, plan=plan))
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_gradcheck(always_sparse, plan, gated):
+    operands = block(5, nnz=6, dtype=torch.float64, gated=gated, bias=True, hidden=8, neurons=24)
+    names = [name for name in NAMES if operands[name] is not None]
+    leaves = [operands[name].requires_grad_() for name in names]
+
+    def run(*tensors):
+        y, stats = ffn_with_stats(**dict(zip(names, tensors, strict=True)), plan=plan)
+        return y, stats.l1
+
+    assert torch.autograd.gradcheck(run, leaves, eps=1e-7, atol=1e-5)
+
+
+def test_second_derivatives(plan):
+    operands = block(5, nnz=6, dtype=torch.float64, hidden=8, neurons=24)
+
+    def second(run):
+        leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in operands.items()}
+        (first,) = torch.autograd.grad(run(**leaves).square().sum(), leaves["x"], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [leaves["x"], leaves["up"], leaves["down"]])
+
+    for found, wanted in zip(second(lambda **t: ffn(**t, plan=plan)), second(stock_dense), strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("record", [True, False])
+def test_opcheck(plan, record):
+    tensors = [None if t is None else t.requires_grad_() for t in large_block(bias=True).values()]
+    arguments = (*tensors, "relu", plan.path, 0, "cpu", record)
+    torch.library.opcheck(torch.ops.twell.ffn_train, arguments)
+
+
+def test_opcheck_of_the_backward():
+    operands = [None if t is None else t for t in large_block(bias=True).values()]
+    grad_y, empty = torch.randn(TOKENS, HIDDEN), torch.empty(0, dtype=torch.int32)
+    arguments = (grad_y, torch.tensor(0.5), *operands, empty, empty.clone(), "relu", 0, "cpu", [True] * 7)
+    torch.library.opcheck(torch.ops.twell.ffn_backward, arguments)
+
+
+def test_frozen_weights_get_no_gradients():
+    mlp, x = module(ROW), inputs().requires_grad_()
+    mlp.up_proj.requires_grad_(False)
+    mlp(x).sum().backward()
+    assert mlp.up_proj.weight.grad is None
+    assert x.grad is not None
+    assert mlp.gate_proj.weight.grad is not None
+
+
+def test_the_gradient_of_down_has_the_strides_of_down():
+    for neuron_major in (True, False):
+        mlp = module(ROW, neuron_major=neuron_major)
+        module_grads(mlp, inputs())
+        assert mlp.down_proj.weight.grad.stride() == mlp.down_proj.weight.stride()
+
+
+def test_automatic_plans_take_the_active_set_where_it_pays_and_dense_where_not():
+    torch.manual_seed(0)
+    mlp = SparseMLP(512, 2048)
+    x = torch.randn(512, 512)
+    x[:, 0] = 8.0
+    for weight, path in ((-1.0, {"row", "block"}), (1.0, {"dense"})):
+        with torch.no_grad():
+            mlp.gate_proj.weight[:, 0] = weight / 2
+        with recorded_paths() as ran:
+            found = module_grads(mlp, x)
+        assert {piece.path for piece in ran} <= path
+        wanted = module_grads(mlp, x, lambda x: mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x)))
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("wanted_plan", [ROW, None], ids=["row", "auto"])
+def test_a_compiled_step(fresh_compiler, wanted_plan):
+    mlp, x = module(wanted_plan), inputs()
+    wanted = module_grads(mlp, x)
+    assert_same(module_grads(mlp, x, torch.compile(mlp, fullgraph=True, backend="aot_eager")), wanted)
+
+
+def test_a_step_compiled_by_inductor(fresh_compiler):
+    mlp, x = module(ROW), inputs()
+    wanted = module_grads(mlp, x)
+    assert_same(module_grads(mlp, x, torch.compile(mlp, fullgraph=True)), wanted)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("wanted_plan", [ROW, None], ids=["row", "auto"])
+def test_checkpointing(reentrant, wanted_plan):
+    mlp, x = module(wanted_plan), inputs()
+    wanted = module_grads(mlp, x)
+    assert_same(module_grads(mlp, x, lambda x: checkpoint(mlp, x, use_reentrant=reentrant)), wanted)
+
+
+def test_statistics_under_checkpointing_carry_their_gradient():
+    mlp, x = module(ROW, record=True), inputs()
+
+    def penalty(x):
+        mlp(x)
+        return mlp.last_stats.l1
+
+    def grads(run):
+        mlp.zero_grad(set_to_none=True)
+        run(x).backward()
+        return [mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad]
+
+    assert_same(grads(lambda x: checkpoint(penalty, x, use_reentrant=False)), grads(penalty))
+
+
+def test_offloaded_tensors():
+    mlp, x = module(ROW), inputs()
+    wanted = module_grads(mlp, x)
+
+    def run(x):
+        with torch.autograd.graph.save_on_cpu():
+            return mlp(x)
+
+    assert_same(module_grads(mlp, x, run), wanted)
+
+
+def test_autocast_with_float32_weights():
+    mlp, x = module(ROW), inputs()
+    wanted = module_grads(mlp, x)
+
+    def run(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return mlp(x).float()
+
+    found = module_grads(mlp, x, run)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() <= 0.02 * b.norm()
+
+
+def test_gradient_accumulation():
+    mlp, (first, second) = module(ROW), (inputs(1), inputs(2))
+    wanted = module_grads(mlp, torch.cat([first, second]))[1:]
+    mlp.zero_grad(set_to_none=True)
+    for x in (first, second):
+        mlp(x).square().sum().backward()
+    assert_same([parameter.grad for parameter in mlp.parameters()], wanted)
+
+
+def test_loss_curves_of_sparse_and_dense_training_agree():
+    """200 steps from the same seed, in float32: rounding is all that differs."""
+
+    def train(plan):
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(*(SparseMLP(64, 256, plan=plan, record=True) for _ in range(2)))
+        head = torch.nn.Linear(64, 16)
+        optimizer = torch.optim.SGD([*layers.parameters(), *head.parameters()], lr=0.05)
+        generator = torch.Generator().manual_seed(1)
+        target = torch.randn(64, 16, generator=generator)
+        losses = []
+        for _ in range(200):
+            x = torch.randn(64, 64, generator=generator)
+            loss = torch.nn.functional.cross_entropy(head(x + layers(x)), (x @ target).argmax(-1))
+            penalty = sum(layer.last_stats.l1 for layer in layers)
+            optimizer.zero_grad()
+            (loss + 1e-3 * penalty).backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return torch.tensor(losses)
+
+    dense, sparse = train(Plan(path="dense")), train(ROW)
+    assert dense[-20:].mean() < 0.8 * dense[:20].mean()
+    torch.testing.assert_close(sparse, dense, rtol=1e-3, atol=1e-3)
+
+
+@pytest.fixture
+def one_process_group(tmp_path):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_ddp(one_process_group):
+    mlp, x = module(ROW), inputs()
+    wanted = module_grads(mlp, x)
+    assert_same(module_grads(mlp, x, torch.nn.parallel.DistributedDataParallel(mlp)), wanted)
+
+
+def test_fsdp2(one_process_group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mlp, x = module(ROW, neuron_major=False), inputs()
+    wanted = module_grads(mlp, x)
+    sharded = module(ROW, neuron_major=False)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # an output that is a view would lose hooks to in-place operations
+        found = module_grads(sharded, x)
+    assert_same([found[0], *(grad.full_tensor() for grad in found[1:])], wanted)
