@@ -11,8 +11,6 @@ from ..accuracy import stock_dense
 from ..training import assert_gradients_accurate, block, gradients
 from .test_interpreted import NEURONS
 
-NAMES = ("x", "up", "down", "gate", "up_bias", "down_bias", "gate_bias")
-
 
 def check(operands, activation, backend, rows=16):
     plan = Plan(path="block", block_rows=rows, backend=backend)
@@ -21,7 +19,7 @@ def check(operands, activation, backend, rows=16):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("tokens", [1, 7, 33])
+@pytest.mark.parametrize("tokens", [1, 33])
 def test_matches_the_oracle(interpreted, dtype, gated, tokens):
     check(block(tokens, dtype=dtype, gated=gated), "relu", interpreted)
 
@@ -32,11 +30,10 @@ def test_activations_and_biases(interpreted, activation, gated):
     check(block(21, dtype=torch.float32, gated=gated, bias=True), activation, interpreted)
 
 
-@pytest.mark.parametrize("nnz", [0, 1, 40, NEURONS], ids=["none", "one", "two rounds", "all"])
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_from_none_to_all_active(interpreted, nnz, tokens):
+@pytest.mark.parametrize("nnz", [0, 1, 40, NEURONS], ids=["none", "one", "rounds", "all"])
+def test_from_none_to_all_active(interpreted, nnz):
     """The pool holds a third of all neurons: more go in rounds, with the same result."""
-    check(block(tokens, nnz=nnz, dtype=torch.float32), "relu", interpreted)
+    check(block(19, nnz=nnz, dtype=torch.float32), "relu", interpreted)
 
 
 def test_frequent_and_rare_neurons(interpreted):
@@ -52,7 +49,7 @@ def run_block(backend):
 def test_only_what_is_needed(interpreted):
     operands = block(20, dtype=torch.float32, bias=True)
     full = gradients(operands, run_block(interpreted))
-    for name in NAMES:
+    for name in ("x", "down", "gate_bias"):
         alone = gradients(operands, run_block(interpreted), only=(name,))
         assert list(alone) == [name]
         assert torch.equal(alone[name], full[name])

@@ -49,7 +49,8 @@ _LARGE = BackwardTiles(
 @lru_cache(maxsize=64)
 def backward_tiles(target: Target, dtype: torch.dtype) -> BackwardTiles:
     if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
-        return replace(_LARGE, chunk=32, entries=16, depth=16, width=32, neurons=32, rare_width=32, ahead=4)
+        small = dict.fromkeys(("chunk", "width", "neurons", "rare_width"), 32)
+        return replace(_LARGE, entries=16, depth=16, rare_programs=1, **small)
     if element_bytes(dtype) > 2:  # exact float32 products run on the ordinary units: small tiles
         return replace(_LARGE, chunk=64, depth=16, width=64, neurons=64, stages=2)
     if target.shared_memory < 200 << 10:
