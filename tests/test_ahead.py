@@ -218,3 +218,13 @@ def test_grants_are_given_up_rather_than_piled_up(asked, monkeypatch):
         ffn(x, layer, down, gate)
     assert len(_ahead._grants) <= 4
     assert asked.settled == [0] * (9 - len(_ahead._grants))
+
+
+def test_a_grant_does_not_outlive_a_change_of_hooks(asked):
+    """A checkpoint wants the same tensors saved when it computes again: it must not start on a grant."""
+    with torch.enable_grad():
+        operands = [tensor.requires_grad_() for tensor in block()]
+        ffn(*operands)
+        with torch.autograd.graph.save_on_cpu():
+            ffn(*operands)
+        assert asked.calls == 2

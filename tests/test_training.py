@@ -82,16 +82,30 @@ def test_gradcheck(always_sparse, plan, gated):
     assert torch.autograd.gradcheck(run, leaves, eps=1e-7, atol=1e-5)
 
 
-def test_second_derivatives(plan):
+@pytest.mark.parametrize("order", [2, 3])
+def test_higher_derivatives(plan, order):
     operands = block(5, nnz=6, dtype=torch.float64, hidden=8, neurons=24)
 
-    def second(run):
+    def derivative(run):
         leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in operands.items()}
-        (first,) = torch.autograd.grad(run(**leaves).square().sum(), leaves["x"], create_graph=True)
-        return torch.autograd.grad(first.square().sum(), [leaves["x"], leaves["up"], leaves["down"]])
+        value = run(**leaves).square().sum()
+        for _ in range(order - 1):
+            (first,) = torch.autograd.grad(value, leaves["x"], create_graph=True)
+            value = first.square().sum()
+        return torch.autograd.grad(value, [leaves["x"], leaves["up"], leaves["down"]])
 
-    for found, wanted in zip(second(lambda **t: ffn(**t, plan=plan)), second(stock_dense), strict=True):
+    for found, wanted in zip(
+        derivative(lambda **t: ffn(**t, plan=plan)), derivative(stock_dense), strict=True
+    ):
         torch.testing.assert_close(found, wanted)
+
+
+def test_a_batch_that_starts_with_inactive_tokens():
+    """Sums over chunks of tokens, of which the first has no active pair."""
+    operands = block(4100, nnz=8, bias=True, hidden=256, neurons=1024)
+    operands["gate_bias"] -= 1
+    operands["x"][:2048] = 0
+    assert_gradients_accurate(operands, "relu", lambda **t: ffn_with_stats(**t, plan=ROW))
 
 
 @pytest.mark.parametrize("record", [True, False])
@@ -134,6 +148,7 @@ def test_automatic_plans_take_the_active_set_where_it_pays_and_dense_where_not()
             mlp.gate_proj.weight[:, 0] = weight / 2
         with recorded_paths() as ran:
             found = module_grads(mlp, x)
+        assert ran
         assert {piece.path for piece in ran} <= path
         wanted = module_grads(mlp, x, lambda x: mlp.down_proj(mlp.gate_proj(x).relu() * mlp.up_proj(x)))
         for a, b in zip(found, wanted, strict=True):
@@ -174,6 +189,20 @@ def test_statistics_under_checkpointing_carry_their_gradient():
         return [mlp.gate_proj.weight.grad, mlp.up_proj.weight.grad]
 
     assert_same(grads(lambda x: checkpoint(penalty, x, use_reentrant=False)), grads(penalty))
+
+
+def test_a_penalty_without_gradient_is_said(caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    mlp, x = module(ROW, record=True), inputs()
+    checkpoint(mlp, x.requires_grad_(), use_reentrant=True)
+    assert ["reentrant" in record.message for record in caplog.records] == [True]
+
+
+def test_dense_compiled_steps_are_said(caplog, monkeypatch, fresh_compiler):
+    monkeypatch.setattr("twell._log._logged", set())
+    torch.compile(module(), fullgraph=True, backend="aot_eager")(inputs())
+    said = [record.message for record in caplog.records if record.name == "twell"]
+    assert ["compiled training steps" in message for message in said] == [True]
 
 
 def test_offloaded_tensors():

@@ -15,14 +15,25 @@ NAMES = ("x", "up", "down", "gate", "up_bias", "down_bias", "gate_bias")
 
 
 def block(
-    tokens, nnz=20, dtype=torch.float32, gated=True, bias=False, hidden=HIDDEN, neurons=NEURONS, seed=0
+    tokens,
+    nnz=20,
+    dtype=torch.float32,
+    gated=True,
+    bias=False,
+    hidden=HIDDEN,
+    neurons=NEURONS,
+    outputs=None,
 ):
-    """The operands of a block by name."""
+    """The operands of a block by name; outputs: D_out, if it is not D."""
     made = make_ffn(tokens, hidden, neurons, nnz, gated=gated, dtype=dtype).operands()
     operands = dict.fromkeys(NAMES) | dict(zip(NAMES, made, strict=False))
+    if outputs is not None:
+        operands["down"] = (torch.randn(outputs, neurons) / neurons**0.5).to(dtype)
     if bias:
         generator = torch.Generator().manual_seed(0)
-        sizes = {"up_bias": neurons, "down_bias": hidden} | ({"gate_bias": neurons} if gated else {})
+        sizes = {"up_bias": neurons, "down_bias": outputs or hidden} | (
+            {"gate_bias": neurons} if gated else {}
+        )
         operands |= {name: (torch.randn(n, generator=generator) / 4).to(dtype) for name, n in sizes.items()}
     return operands
 

@@ -30,6 +30,7 @@ class _Grant:
         "activation",
         "calls",
         "device",
+        "hooked",
         "kind",
         "left",
         "place",
@@ -53,7 +54,7 @@ class _Grant:
         self.calls = self.left = calls
         self.settle = settle
         self.state = _state()
-        self.training = _training(tensors)
+        self.training, self.hooked = _training(tensors), saving_is_watched()
 
     def holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
         x = tensors[0]
@@ -69,6 +70,7 @@ class _Grant:
             and _state() == self.state
             # Recorded for a backward, a block follows other rules.
             and _training(tensors) == self.training
+            and saving_is_watched() == self.hooked
             and not torch.is_autocast_enabled(x.device.type)
             and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
         )
@@ -129,6 +131,11 @@ def _kind(tensors: Tensors) -> list:
     for tensor in tensors:
         kind += (None,) if tensor is None else (tensor.shape, tensor.dtype)
     return kind
+
+
+def saving_is_watched() -> bool:
+    """Whether hooks watch what is saved for the backward: those of checkpoints, or of offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _training(tensors: Tensors) -> bool:

@@ -11,13 +11,15 @@ import torch
 
 class Ran(NamedTuple):
     """One piece of a call: its path ("dense", "row", "block", or "few", the block path's form for decode),
-    where, and its size. The CPU backend decides anew for every few hundred tokens."""
+    where, and its size; phase: "forward", or "backward" where it is ours and not that of autograd. The CPU
+    backend decides anew for every few hundred tokens, and by itself in the backward ("row": active pairs)."""
 
     path: str
     device: str
     tokens: int
     hidden: int
     neurons: int
+    phase: str = "forward"
 
 
 _listeners: list[list[Ran]] = []
@@ -42,10 +44,10 @@ def recorded_paths() -> Iterator[list[Ran]]:
         _listeners[:] = [other for other in _listeners if other is not ran]
 
 
-def note_path(path: str, x: torch.Tensor, neurons: int) -> None:
+def note_path(path: str, x: torch.Tensor, neurons: int, phase: str = "forward") -> None:
     """x [..., D] takes `path` through a block of `neurons`."""
     if torch.compiler.is_compiling() or not _listeners:
         return
     hidden = x.shape[-1]
     for ran in _listeners:
-        ran.append(Ran(path, x.device.type, x.numel() // max(hidden, 1), hidden, neurons))
+        ran.append(Ran(path, x.device.type, x.numel() // max(hidden, 1), hidden, neurons, phase))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._ahead import grant_dense, granted_dense
+from ._ahead import grant_dense, granted_dense, saving_is_watched
 from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
@@ -154,7 +154,7 @@ def _dispatch(
         if skip.ahead and lasting and not record:
             grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
     elif training:
-        if path == "auto" and not _hooked() and get_backend(backend).training is not None:
+        if path == "auto" and not saving_is_watched() and get_backend(backend).training is not None:
             path = get_backend(backend).training.path  # what `_skip` was asked about
         y, l1, firing, _, _ = train_op(*args[:-1], activation.spec, path, block_rows, backend, record)
         output = FfnOutput(y, l1, firing)
@@ -185,16 +185,11 @@ def _skip(path: str, backend: str, args: FfnArgs, training: bool) -> Skip:
         return RUN
     kernels = get_backend(backend)
     if training and kernels.training is not None:
-        return kernels.training.skip(args, _hooked())
+        return kernels.training.skip(args, saving_is_watched())
     return RUN if kernels.skip is None else kernels.skip(args)
 
 
 _DENSE = Skip(dense=True)
-
-
-def _hooked() -> bool:
-    """Whether hooks watch what is saved for the backward: checkpoints, offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _flat(x: Tensor) -> Tensor:

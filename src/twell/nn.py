@@ -98,11 +98,21 @@ class SparseMLP(nn.Module):
         tensors = (x, up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias)
         output = run_ffn(tensors, self.activation, self.plan, self.record)
         if self.record:
+            if self.training and not torch.is_grad_enabled() and up_weight.requires_grad:
+                self._say_that_l1_is_a_constant()
             y, self.last_stats = stats_of(output, x)
             return y
         if self.last_stats is not None:
             self.last_stats = None
         return output.y
+
+    @staticmethod
+    def _say_that_l1_is_a_constant() -> None:
+        if not torch.compiler.is_compiling():
+            log_once(
+                "the L1 of a SparseMLP in training mode was recorded without gradients: under no_grad, or in "
+                "a reentrant checkpoint, where a penalty has no effect (use_reentrant=False keeps it)"
+            )
 
     def _projections_are_plain(self) -> bool:
         """False once a projection was wrapped, parametrised or hooked: its own forward must then run."""

@@ -162,21 +162,20 @@ def _save_for_second(ctx, inputs, output) -> None:
 
 
 def _second(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    """Of `ffn_backward`, for second derivatives: dense, through autograd."""
+    """Of `ffn_backward`, for second and higher derivatives: dense, through autograd."""
+    further = torch.is_grad_enabled()
     with torch.enable_grad():
-        saved = [None if t is None else t.detach() for t in ctx.saved_tensors]
+        # Aliases: derivatives with respect to them stay connected to whatever the operands came from.
+        saved = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
         wanted = ctx.needs_input_grad[: len(saved)]
-        saved = [t.requires_grad_() if w else t for t, w in zip(saved, wanted, strict=True)]
         grad_y, grad_l1, *tensors = saved
         args = _args(tensors, ctx.activation)
         found = dense_backward(args, grad_y, grad_l1, FfnArgs(*ctx.needed, args.activation))
         pairs = [(f, g) for f, g in zip(found, grads, strict=True) if f is not None and f.requires_grad]
+        outputs, weights = zip(*pairs, strict=True)
         inputs = [t for t, w in zip(saved, wanted, strict=True) if w]
-        results = iter(
-            torch.autograd.grad(
-                [f for f, _ in pairs], inputs, [g for _, g in pairs], create_graph=True, allow_unused=True
-            )
-        )
+        results = torch.autograd.grad(outputs, inputs, weights, create_graph=further, allow_unused=True)
+    results = iter(results)
     return (*(next(results) if w else None for w in wanted), None, None, None, None, None, None)
 
 

@@ -91,6 +91,11 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
                     "requires_grad_(False)"
                 )
         else:
+            if wanted.path == "auto" and site.training and site.tokens is None:
+                log_once(
+                    "compiled training steps run dense with an automatic plan: name a path, as in "
+                    'Plan(path="block"), to train on the active set inside compiled code'
+                )
             return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
     if not chosen_dense:
         log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")

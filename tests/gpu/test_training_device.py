@@ -99,6 +99,39 @@ def test_gradients_over_tokens_and_sparsity(hidden, neurons):
             assert_accurate((tokens_of(count, hidden), up, down, gate))
 
 
+@pytest.mark.parametrize("outputs", [64, 512, 1000])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("rows", [64, 128])
+def test_other_numbers_of_outputs(outputs, gated, rows):
+    up, _, gate = weights(256, 1024)
+    _, down, _ = weights(outputs, 1024)
+    gate = gate if gated else None
+    for nnz in (20, 1024):
+        fire(gate if gated else up, nnz)
+        plan = Plan(path="block", block_rows=rows)
+        assert_accurate((tokens_of(1000, 256), up, down, gate), plan=plan)
+
+
+def test_rounds_that_are_expected(monkeypatch):
+    monkeypatch.setattr(monitor, "known_share", lambda key: 1.0)
+    up, down, gate = weights(512, 2048)
+    for nnz in (24, 900, 2048):
+        fire(gate, nnz)
+        assert_accurate((tokens_of(3000, 512), up, down, gate))
+
+
+@pytest.mark.parametrize("needed", range(4), ids=["x", "up", "down", "gate"])
+def test_one_gradient_alone(needed):
+    up, down, gate = weights(512, 2048)
+    fire(gate, 50)
+    tensors, weighting = (tokens_of(2000, 512), up, down, gate), torch.randn(2000, 512, device="cuda")
+    wanted = grads(ours(), tensors, weighting)[needed]
+    leaves = [t.detach() for t in tensors]
+    leaves[needed].requires_grad_()
+    (found,) = torch.autograd.grad(loss_of(ours()(*leaves), weighting), [leaves[needed]])
+    assert torch.equal(found, wanted)
+
+
 def test_many_tokens():
     up, down, gate = weights(2048, 5632)
     for nnz in (24, 600):
@@ -234,7 +267,8 @@ def test_layers_switch_by_how_active_they_are(nnz, sparse):
         torch.cuda.synchronize()
     with recorded_paths() as ran:
         module_grads(mlp, x)
-    assert [piece.path for piece in ran] == ["block" if sparse else "dense"]
+    ours = [("block", "forward"), ("block", "backward")]
+    assert [(piece.path, piece.phase) for piece in ran] == (ours if sparse else [("dense", "forward")])
     (state,) = training_states()
     assert state.sparse is sparse
     assert state.switches == int(sparse)

@@ -55,6 +55,19 @@ def test_only_what_is_needed(interpreted):
         assert torch.equal(alone[name], full[name])
 
 
+@pytest.mark.parametrize("outputs", [8, 72, 6])
+def test_other_numbers_of_outputs(interpreted, outputs):
+    """6 float32 are no multiple of 16 bytes: dense."""
+    check(block(20, outputs=outputs, bias=True), "relu", interpreted)
+
+
+def test_rounds_that_are_expected(interpreted, monkeypatch):
+    from twell.kernels.gpu import monitor
+
+    monkeypatch.setattr(monitor, "known_share", lambda key: 1.0)
+    check(block(40, nnz=60), "relu", interpreted)
+
+
 def test_several_slabs(interpreted, monkeypatch):
     from twell.kernels.gpu import blocks
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .._ran import note_path
 from ..activations import Activation, largest_at_most
 from .args import FfnArgs
 from .cpu_choice import sparse_can_pay
@@ -64,6 +65,7 @@ def cpu_backward(
     with torch.autocast("cpu", enabled=False):
         args = FfnArgs(*(None if t is None else t.to(wide) for t in args[:-1]), args.activation)
         sparse = can_pay(args, site) and is_sparse(args)
+        note_path("row" if sparse else "dense", args.x, args.up.shape[0], "backward")
         backward = _sparse_backward if sparse else dense_backward
         gradients = backward(args, grad_y.to(wide), grad_l1, needed)
     return tuple(None if gradient is None else gradient.to(dtype) for gradient in gradients)
@@ -151,7 +153,8 @@ class _Pairs:
 
         def total(values: Tensor) -> Tensor:
             # In float64, which costs next to nothing: a neuron may be active for every token.
-            return torch.bincount(self._neurons, values.double(), self._pattern.shape[0])
+            # Of no pair at all they would be integers.
+            return torch.bincount(self._neurons, values.double(), self._pattern.shape[0]).double()
 
         gated = self._grad_gate is not None
         return (

@@ -13,13 +13,12 @@ _log = logging.getLogger("twell")
 
 
 class TrainingState(NamedTuple):
-    """How a layer trains now.
+    """How a layer trains now, on a GPU. (On a CPU every step decides anew.)
 
     layer:     what it is known by: the device and address of its weights, its shape, and its tokens per call
                (rounded up to a power of two).
     sparse:    whether its steps run on the active set.
-    share:     the share of neurons that was active in a block of tokens (on a CPU: for a token) when last
-               looked at; None before.
+    share:     the share of neurons that was active in a block of tokens when last looked at; None before.
     switches:  how often it has changed between dense and sparse.
     """
 
@@ -42,14 +41,17 @@ _layers: OrderedDict[Hashable, _Layer] = OrderedDict()
 def trains_sparse(key: Hashable, share: float | None, enter: float, leave: float) -> bool:
     """Whether layer `key` should train sparse: once its share is at most `enter`, until it is above `leave`.
 
-    share: what is known now; None is taken for dense.
+    share: what is known now. None, before the first reading or after the weights have become other tensors,
+           leaves things as they are.
     """
     layer = _layers.get(key)
     if layer is None:
         layer = _layers[key] = _Layer()
         if len(_layers) > _MOST_LAYERS:
             _layers.popitem(last=False)
-    sparse = share is not None and share <= (leave if layer.sparse else enter)
+    if share is None:
+        return layer.sparse
+    sparse = share <= (leave if layer.sparse else enter)
     layer.share = share
     if sparse != layer.sparse:
         layer.sparse = sparse

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..._log import log_once
 from ..._ran import note_path
 from ..args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
 from ..dense import dense_backward, dense_forward
@@ -22,7 +23,7 @@ from .backward.stages import Active, fits
 from .blocks import run_blocks
 from .choice import operations
 from .forward import check_block_rows, indexable, output_of
-from .operands import prepare
+from .operands import element_bytes, prepare, readable
 from .sizes import DEFAULT_ROWS, list_sizes
 from .target import target_of
 
@@ -74,16 +75,14 @@ def train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tu
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
             return train_forward(args, path, block_rows, record)
     check_block_rows(args, block_rows)
-    if path == "dense" or not indexable(args) or (path == "auto" and skips_step(args).dense):
+    rows = block_rows or DEFAULT_ROWS
+    if path == "dense" or not _trainable(args, rows) or (path == "auto" and skips_step(args).dense):
         return _dense(args, block_rows, record)
     operands = prepare(args)
-    rows = block_rows or DEFAULT_ROWS
-    if not fits(operands, rows):
-        return _dense(args, block_rows, record)
     note_path("block", args.x, operands.neurons)
     run = run_blocks(operands, rows, record, keep=True)
     key = _key(args)
-    if monitor.takes_due(key):
+    if monitor.takes_due(key) and not torch.cuda.is_current_stream_capturing():
         monitor.note_run(key, run.counts, run.counts.numel() * operands.neurons)
     _remember(run.lists, dense=False)
     return output_of(run, operands), Saved(run.lists, run.counts)
@@ -92,14 +91,15 @@ def train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tu
 def train_backward(
     args: FfnArgs, saved: Saved, block_rows: int, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
 ) -> Gradients:
-    if not indexable(args) or _ran_dense.get(saved.lists.data_ptr(), False):
-        return dense_backward(args, grad_y, grad_l1, needed)
     rows = block_rows or DEFAULT_ROWS
-    if not fits(prepare(args), rows):
+    dense = not _trainable(args, rows) or _ran_dense.get(saved.lists.data_ptr(), False)
+    note_path("dense" if dense else "block", args.x, args.up.shape[0], "backward")
+    if dense:
         return dense_backward(args, grad_y, grad_l1, needed)
     share = monitor.known_share(_key(args))
     crowded = share is not None and share > _CROWDED
-    active = Active(saved.lists, saved.counts, rows)
+    # Hooks may hand back copies that are not aligned as the kernels expect.
+    active = Active(readable(saved.lists), readable(saved.counts), rows)
     return gpu_backward(args, active, grad_y, grad_l1, needed, crowded)
 
 
@@ -123,11 +123,26 @@ def _remember(lists: Tensor, dense: bool) -> None:
     _ran_dense[lists.data_ptr()] = dense
 
 
+def _trainable(args: FfnArgs, rows: int) -> bool:
+    """Whether the kernels can do it, on blocks of `rows` tokens."""
+    if not indexable(args):
+        return False
+    tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
+    if not fits(tokens, neurons, rows):
+        log_once(f"training dense: {tokens} tokens of {neurons} neurons pass the backward's indices")
+        return False
+    if outputs * element_bytes(args.x.dtype) % 16:
+        log_once(f"training dense: {outputs} outputs are no multiple of 16 bytes")
+        return False
+    return True
+
+
 def _can_pay(args: FfnArgs) -> bool:
     """What was measured: Hopper's own kernels, and more work than launches take."""
     x = args.x
     return (
         x.dtype != torch.float32
+        and _trainable(args, DEFAULT_ROWS)
         and operations(args) >= _OPERATIONS
         and target_of(x.device).hopper
         and x.shape[1] % 64 == 0

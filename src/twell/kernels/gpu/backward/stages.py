@@ -70,13 +70,9 @@ class Gradients:
     up_bias: Tensor | None
 
 
-def pool_rows(tokens: int, neurons: int, rows: int, chunk: int) -> int:
-    return cdiv(tokens, rows) * cdiv(cdiv(neurons, chunk), ROUNDS) * chunk
-
-
-def fits(operands: Operands, rows: int) -> bool:
-    """Whether the indices of the kernels reach."""
-    return pool_rows(operands.tokens, operands.neurons, rows, 128) < _PLACES
+def fits(tokens: int, neurons: int, rows: int) -> bool:
+    """Whether the indices of the kernels reach; rows: tokens per block."""
+    return cdiv(tokens, rows) * cdiv(cdiv(neurons, 128), ROUNDS) * 128 < _PLACES
 
 
 class BackwardStages:
