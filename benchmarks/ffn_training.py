@@ -34,6 +34,7 @@ from twell.measure import Record, Timing, compare, make_record, peak_bytes, save
 from twell.measure.ffn import BASELINE, COMPILED, stock_dense
 
 RESULTS = Path(__file__).parent / "results" / "ffn_training.jsonl"
+CPU_RESULTS = RESULTS.with_name("ffn_training_cpu.jsonl")
 OPERANDS = ("x", "up", "down", "gate")
 LONG = 65536  # tokens from which fewer repetitions do
 SETTLING = 40  # training calls after which automatic plans have read how active the layer is
@@ -64,6 +65,15 @@ FULL = Setting(
     nnz=(12, 24, 39, 64, 256, 2800),
     tokens=(4096, 16384, 65536),
     plan=Plan(path="block"),
+    compiler="inductor",
+)
+CPU = Setting(
+    hidden=1024,
+    neurons=4096,
+    dtype=torch.float32,
+    nnz=(12, 41, 123, 410, 1229),  # 0.3 to 30%
+    tokens=(512, 2048),
+    plan=Plan(path="row"),
     compiler="inductor",
 )
 TINY = Setting(
@@ -150,6 +160,8 @@ class Bench:
         return self._weights[nnz]
 
     def repetitions(self, count: int) -> int:
+        if self.device == "cpu":
+            return 3 if self.quick else 7
         if self.quick:
             return 3 if count >= LONG else 5
         return 9 if count >= LONG else 15
@@ -167,7 +179,7 @@ class Bench:
             steps[COMPILED] = Step(self.compiled, stock, grad_y)
         steps["sparse"] = Step(lambda *operands: ffn(*operands, plan=plan), ours, grad_y)
         steps["auto"] = Step(ffn, ours, grad_y)
-        for call in range(SETTLING):
+        for call in range(SETTLING if self.device != "cpu" else 2):
             steps["auto"].run()
             if call % 8 == 7:
                 self.wait()  # a reading arrives behind the kernels that it is about
@@ -339,23 +351,26 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections to run")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--commit", help="to stamp records with where git is not available")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, help="where records go, if not to benchmarks/results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small float32 shapes, to try the script")
     options = parser.parse_args(arguments)
-    if options.device == "cpu" and not options.tiny:
-        parser.error("--device cpu needs --tiny: the shapes are those of a GPU")
-    if options.tiny and options.out == RESULTS:
+    if options.tiny and options.out is None:
         parser.error("--tiny needs --out: its records are no results")
     if options.tiny:
         torch.set_num_threads(1)  # nothing here is worth a second one
     torch.manual_seed(0)
-    bench = Bench(TINY if options.tiny else FULL, options.device, options.quick)
+    on_cpu = options.device == "cpu"
+    out = options.out or (CPU_RESULTS if on_cpu else RESULTS)
+    setting = TINY if options.tiny else CPU if on_cpu else FULL
+    bench = Bench(setting, options.device, options.quick)
     for name, run in SECTIONS.items():
+        if setting is CPU and run is memory:
+            continue
         if not options.only or name in options.only:
             run(bench)
             # After every section: an interrupted run keeps what it has.
-            save(bench.records, options.out, options.commit)
+            save(bench.records, out, options.commit)
 
 
 if __name__ == "__main__":
