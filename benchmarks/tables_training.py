@@ -31,7 +31,7 @@ def training_total() -> str:
 
 
 def training_cpu() -> str:
-    """Forward and backward on a CPU, tokens x share of active neurons: the automatic plan over eager dense."""
+    """Forward and backward on a CPU, automatic plan over eager dense, tokens x share of active neurons."""
     records = read_records(CPU_RECORDS) if CPU_RECORDS.exists() else []
     cells = by_nnz([r for r in records if r.what == "ffn_training/total/auto"])
     if not cells:
@@ -49,9 +49,9 @@ def training_cpu() -> str:
     worst = max(r.sparsity.get("error_over_dense", 0.0) for r in records)
     lines += [
         "",
-        f"Measured on {hardware['cpu']}, {hardware['torch_threads']} threads, torch {first.versions['torch']}, "
-        f"commit {first.commit}; errors of output and gradients at most {worst:.2f} times those of dense, "
-        "against float64.",
+        f"Measured on {hardware['cpu']}, {hardware['torch_threads']} threads, torch "
+        f"{first.versions['torch']}, commit {first.commit}; errors of output and gradients at most "
+        f"{worst:.2f} times those of dense, against float64.",
     ]
     return "\n".join(lines)
 
