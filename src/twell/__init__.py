@@ -11,7 +11,7 @@ from .activations import Activation, fatrelu
 from .backends import Backend, Site, Training, backend_names, register_backend, unregister_backend
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
 from .functional import FfnStats, ffn, ffn_with_stats
-from .kernels.switch import TrainingState, training_states
+from .kernels.switch import TrainingState, crowded_steps, training_states
 from .nn import SparseMLP
 from .plan import Plan
 
@@ -31,6 +31,7 @@ __all__ = [
     "TwELL",
     "__version__",
     "backend_names",
+    "crowded_steps",
     "fatrelu",
     "ffn",
     "ffn_with_stats",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell import Plan, ffn, ffn_with_stats
+from twell import Plan, crowded_steps, ffn, ffn_with_stats
 
 from ..accuracy import stock_dense
 from ..training import assert_gradients_accurate, block, gradients
@@ -30,10 +30,14 @@ def test_activations_and_biases(interpreted, activation, gated):
     check(block(21, dtype=torch.float32, gated=gated, bias=True), activation, interpreted)
 
 
-@pytest.mark.parametrize("nnz", [0, 1, 40, NEURONS], ids=["none", "one", "rounds", "all"])
-def test_from_none_to_all_active(interpreted, nnz):
-    """The pool holds a third of all neurons: more go in rounds, with the same result."""
+@pytest.mark.parametrize(
+    ("nnz", "rounds"), [(0, 0), (1, 0), (40, 1), (NEURONS, 1)], ids=["none", "one", "rounds", "all"]
+)
+def test_from_none_to_all_active(interpreted, nnz, rounds):
+    """The pool holds a third of all neurons: more go in rounds, with the same result, and are counted."""
+    before = crowded_steps()
     check(block(19, nnz=nnz, dtype=torch.float32), "relu", interpreted)
+    assert crowded_steps() - before == rounds
 
 
 def test_frequent_and_rare_neurons(interpreted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ def trains_sparse(key: Hashable, share: float | None, enter: float, leave: float
 def training_states() -> list[TrainingState]:
     """How every layer trains that automatic plans have decided about, in the order of their first steps."""
     return [TrainingState(key, layer.sparse, layer.share, layer.switches) for key, layer in _layers.items()]
+
+
+def crowded_steps() -> int:
+    """How many backward passes on GPUs took rounds, because more neurons were active than their workspace
+    holds at once (a third of all): exact as ever, and slower. Waits for the devices.
+    """
+    module = sys.modules.get("twell.kernels.gpu.backward.crowded")  # imported with the first such pass
+    return 0 if module is None else module.total()
 
 
 def forget() -> None:

@@ -15,6 +15,7 @@ def plan_rounds(
     counters,
     bounds,
     frequent,
+    crowded,
     blocks,
     H,
     chunks_per_round,
@@ -38,11 +39,15 @@ def plan_rounds(
         counters int32 [8]      0: items; 4: how many neurons `frequent` holds
         bounds int32 [4]        first neuron of the round, and the first after it
         frequent int32 [H]      all neurons of the round, but for round 0, where `order_neurons` decides
+
+    crowded int32 [1]: one more if the lists did not fit.
     """
     block = tl.program_id(0)
     one_of = tl.arange(0, BLOCKS)
     listed = tl.load(counts + one_of, mask=one_of < blocks, other=0)
     fits = tl.sum(tl.cdiv(listed, CHUNK), 0) <= blocks * chunks_per_round
+    if (block == 0) & (not fits):
+        tl.atomic_add(crowded, 1)
     entry = tl.arange(0, WIDTH)
     inside = entry < tl.load(counts + block)
     neuron = tl.load(lists + block * H + entry, mask=inside, other=H)

@@ -26,6 +26,7 @@ from ..launch import launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
 from ..target import Target, target_of
+from .crowded import crowded_counter
 from .hidden import combine
 from .inputs import input_gradient
 from .neurons import count_tokens, order_neurons
@@ -163,6 +164,7 @@ class BackwardStages:
             self.counters,
             self.all_bounds,
             self.all_frequent,
+            crowded_counter(self.operands.x.device),
             self.blocks,
             self.operands.neurons,
             self.chunks_per_round,

@@ -1,0 +1,23 @@
+"""How many backward passes found more active neurons than their pool holds, counted on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_counters: dict[torch.device, Tensor] = {}
+
+
+def crowded_counter(device: torch.device) -> Tensor:
+    """int32 [4], of which the first counts; lasts as long as the process."""
+    counter = _counters.get(device)
+    if counter is None:
+        counter = torch.zeros(4, dtype=torch.int32, device=device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _counters[device] = counter  # one that is captured would start anew with every replay
+    return counter
+
+
+def total() -> int:
+    """Over all devices; waits for them."""
+    return sum(int(counter[0]) for counter in _counters.values())
