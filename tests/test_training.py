@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, recorded_paths
 from twell.kernels import cpu_backward
 
 from .accuracy import stock_dense
@@ -200,6 +200,7 @@ def test_a_penalty_without_gradient_is_said(caplog, monkeypatch):
 
 def test_dense_compiled_steps_are_said(caplog, monkeypatch, fresh_compiler):
     monkeypatch.setattr("twell._log._logged", set())
+    functional._resolve_cached.cache_clear()  # said when it was decided, which other tests may have done
     torch.compile(module(), fullgraph=True, backend="aot_eager")(inputs())
     said = [record.message for record in caplog.records if record.name == "twell"]
     assert ["compiled training steps" in message for message in said] == [True]
