@@ -155,12 +155,14 @@ def gpu_other() -> str:
 
 
 def gpu_measured_on() -> str:
-    """The GPU, versions and commit behind the GPU figures."""
-    record = gpu_records("")[-1]
+    """The GPU, versions and commits behind the GPU figures."""
+    records = gpu_records("")
+    record = records[-1]
+    commits = ", ".join(sorted({r.commit for r in records}))
     hardware, versions = record.hardware, record.versions
     return (
         f"Measured on one {hardware['gpu']}, torch {versions['torch']}, triton {versions['triton']}, "
-        f"commit {record.commit}, {record.date[:10]}; medians of interleaved runs, outputs compared with "
+        f"commit {commits}, {record.date[:10]}; medians of interleaved runs, outputs compared with "
         "float32 in the same run."
     )
 

@@ -30,7 +30,7 @@ GRAPH_OPERATIONS = 7e10
 _SELDOM = 1024
 
 # More calls that nobody counts; then limits are looked up again, which tuning may have changed.
-_UNREAD = 63
+UNREAD = 63
 
 # A block that is not gated has a slower down kernel: not measured with everything active.
 _PLAIN_LIMIT = 0.5
@@ -45,7 +45,7 @@ def skips_eager_calls(args: FfnArgs) -> Skip:
         return RUN
     limit = _limit(args)
     if limit <= 0:
-        return Skip(True, _UNREAD, lambda calls: None)
+        return Skip(True, UNREAD, lambda calls: None)
     if _pays_eagerly(args):
         return RUN
     key = layer_key(args)

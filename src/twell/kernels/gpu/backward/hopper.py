@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _DEPTH = 64
 _WIDTH = 256
-_PRODUCT_STAGES, _WEIGHT_STAGES = 6, 4
+_PRODUCT_STAGES, _WEIGHT_STAGES = 6, 4  # what fits
 _INPUT_STAGES = 3  # what fits beside its output tile
 
 
