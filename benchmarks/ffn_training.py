@@ -2,7 +2,8 @@
 
 bf16, D 2048, H 5632, gated, skewed synthetic gates (30% dead neurons, log-normal firing rates):
 
-    times    forward (gradients recorded), backward and both, eager calls of dense and ours interleaved
+    times    forward (gradients recorded), backward and both, eager calls of dense and ours interleaved, the
+             device behind the host; for the fewest tokens also what the host takes to launch
     memory   what the forward keeps for the backward, and the peak of both
 
 x and all three weights want gradients. Outputs and gradients are compared with float32 in the same run. Run
@@ -250,8 +251,19 @@ def measure_times(bench: Bench, count: int, nnz: int, *, compiled: bool, checked
     steps = bench.steps(count, nnz, compiled=compiled)
     repetitions = bench.repetitions(count)
     # The steps themselves note the time: `compare` brings the order, the warm-up and the wait at the end.
-    compare(steps, device=bench.device, warmup=2, repetitions=repetitions, calls_per_sample=1)
+    # A host that trains a model runs ahead of the device; what it takes to launch is measured apart.
+    compare(
+        steps,
+        device=bench.device,
+        warmup=2,
+        repetitions=repetitions,
+        calls_per_sample=1,
+        queued=bench.device != "cpu",
+    )
     timings = {name: step.timings(repetitions) for name, step in steps.items()}
+    if bench.device != "cpu" and count == bench.setting.tokens[0]:
+        for name, step in steps.items():
+            timings[name]["host"] = launch_times(step, repetitions)
     errors = errors_of(steps) if checked else {}
     for name, step in steps.items():
         if name == BASELINE:
@@ -265,9 +277,20 @@ def measure_times(bench: Bench, count: int, nnz: int, *, compiled: bool, checked
                 timings[BASELINE][part],
                 step,
                 nnz,
-                error=max(found[of] for of in COMPARED[part]) if checked else None,
+                error=max(found[of] for of in COMPARED[part]) if checked and part in COMPARED else None,
                 more=error_entries(found, dense) if checked and part == "total" else None,
             )
+
+
+def launch_times(step: Step, repetitions: int) -> Timing:
+    """What the host takes to launch forward and backward; the device is idle before."""
+    seconds = []
+    for _ in range(repetitions):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        step.run()
+        seconds.append(perf_counter() - start)
+    return Timing(tuple(seconds))
 
 
 COMPARED = {"forward": ("y",), "backward": OPERANDS, "total": ("y", *OPERANDS)}

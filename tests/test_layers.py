@@ -15,7 +15,7 @@ LAYERS = [
     {"activations"},
     {"reference", "formats", "synthetic"},
     {"kernels"},
-    {"backends"},
+    {"backends", "accumulation"},
     {"plan"},
     {"_ahead", "ops"},
     {"functional"},

@@ -7,6 +7,7 @@ twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation m
 
 from ._ran import Ran, recorded_paths
 from ._version import __version__
+from .accumulation import accumulate_in_place
 from .activations import Activation, fatrelu
 from .backends import Backend, Site, Training, backend_names, register_backend, unregister_backend
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
@@ -30,6 +31,7 @@ __all__ = [
     "TrainingState",
     "TwELL",
     "__version__",
+    "accumulate_in_place",
     "backend_names",
     "crowded_steps",
     "fatrelu",

@@ -59,13 +59,15 @@ class Training:
                kind, to dense PyTorch and its autograd. hooked: whether hooks watch what is saved, as those of
                a checkpoint do; the answer must then be the same when the step is computed again.
     path:      what an automatic plan runs if not; with hooks, "auto".
+    adds:      whether `backward` takes an `Existing` more, and gives None where it has added to that.
     """
 
     forward: Callable[[FfnArgs, str, int, bool], tuple[FfnOutput, Saved]]
-    backward: Callable[[FfnArgs, Saved, int, Tensor, Tensor | None, FfnArgs], Gradients]
+    backward: Callable[..., Gradients]
     sizes: Callable[[int, int, int], tuple[int, int]]
     skip: Callable[[FfnArgs, bool], Skip]
     path: str = "auto"
+    adds: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,12 +210,10 @@ def _gpu_train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) 
     return train_forward(args, path, block_rows, record)
 
 
-def _gpu_train_backward(
-    args: FfnArgs, saved: Saved, block_rows: int, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
-) -> Gradients:
+def _gpu_train_backward(*arguments) -> Gradients:
     from .kernels.gpu.training import train_backward
 
-    return train_backward(args, saved, block_rows, grad_y, grad_l1, needed)
+    return train_backward(*arguments)
 
 
 def _gpu_train_skip(args: FfnArgs, hooked: bool) -> Skip:
@@ -261,6 +261,7 @@ register_backend(
             sizes=list_sizes,
             skip=_gpu_train_skip,
             path="block",
+            adds=True,
         ),
     )
 )

@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import FfnArgs, Saved
+from .kernels.args import Existing, FfnArgs, Saved
 from .kernels.dense import dense_backward
 
 _OPERANDS = (
@@ -150,9 +151,27 @@ def _from_active(ctx, grad_y: Tensor, grad_l1: Tensor, *_rest) -> tuple[Tensor |
     if not ctx.record:
         grad_l1 = None
     plan = ctx.activation, ctx.block_rows, ctx.backend
+    into = _existing(ctx, needed)
+    if into is not None:
+        *tensors, lists, counts = ctx.saved_tensors
+        args = _args(tensors, ctx.activation)
+        wanted = FfnArgs(*needed, args.activation)
+        training = get_backend(ctx.backend).training
+        saved = Saved(lists, counts)
+        found = training.backward(args, saved, ctx.block_rows, grad_y, grad_l1, wanted, into)
+        return (*found, None, None, None, None, None)
     found = backward_op(grad_y, grad_l1, *ctx.saved_tensors, *plan, needed)
     gradients = [g if wanted else None for g, wanted in zip(found, needed, strict=True)]
     return (*gradients, None, None, None, None, None)
+
+
+def _existing(ctx, needed: list[bool]) -> Existing | None:
+    """Gradients to add to, if that is asked for and the backend can."""
+    training = get_backend(ctx.backend).training
+    if training is None or not training.adds or torch.compiler.is_compiling():
+        return None
+    args = _args(ctx.saved_tensors[:_NUMBER], ctx.activation)
+    return existing_gradients(args, FfnArgs(*needed, args.activation))
 
 
 def _save_for_second(ctx, inputs, output) -> None:

@@ -47,17 +47,22 @@ def portable(compiled, target, capability):
     constants = {"FIRST": 0, "MATRICES": 3, "NEURONS": tiles.neurons, "WIDTH": tiles.width, **dot}
     block = [ROWS, tiles.width]
     descriptors = {"x_desc": block, "grad_desc": block}
-    yield build(weights.frequent_weights, constants, descriptors, **product)
+    sums = dict.fromkeys(("grad_select", "grad_down", "grad_up"), "*fp32")
+    add = {"ADD": True}
+    yield build(weights.frequent_weights, constants | {"ADD": False}, descriptors, **product)
+    yield build(weights.frequent_weights, constants | add, descriptors, sums, **product)
     constants = {"HAS_SELECT": True, "HAS_DOWN": True, "HAS_UP": True, "WIDTH": tiles.rare_width}
-    yield build(weights.rare_weights, constants | {"AHEAD": tiles.ahead}, num_warps=tiles.rare_warps)
+    constants |= {"AHEAD": tiles.ahead}
+    yield build(weights.rare_weights, constants | {"ADD": False}, num_warps=tiles.rare_warps)
+    yield build(weights.rare_weights, constants | add, types=sums, num_warps=tiles.rare_warps)
     yield build(weights.bias_sums, {"NEURONS": 8, "ROWS": ROWS})
 
 
 def hopper(compiled, layout, descriptor):
     from twell.kernels.gpu.backward import hopper_hidden, hopper_inputs, hopper_products, hopper_weights
 
-    def build(kernel, constants, descriptors):
-        sources = TYPES | {name: descriptor(*shape) for name, shape in descriptors.items()}
+    def build(kernel, constants, descriptors, types=None):
+        sources = TYPES | (types or {}) | {name: descriptor(*shape) for name, shape in descriptors.items()}
         return kernel.__name__, compiled(kernel, constants, sources, 90, gluon=True, num_warps=4)
 
     for bias, rows in ((False, 128), (True, 128), (False, 64)):
@@ -74,4 +79,6 @@ def hopper(compiled, layout, descriptor):
         yield build(hopper_inputs.input_gradient_hopper, constants, descriptors)
     constants = {"MATRICES": 3, "NEURONS": 128, "V_LAYOUT": layout(128, 64), "STAGES": 4}
     descriptors = {"x_desc": (64, 256), "grad_desc": (64, 256)}
-    yield build(hopper_weights.frequent_weights_hopper, constants, descriptors)
+    sums = dict.fromkeys(("grad_select", "grad_down", "grad_up"), "*fp32")
+    yield build(hopper_weights.frequent_weights_hopper, constants | {"ADD": False}, descriptors)
+    yield build(hopper_weights.frequent_weights_hopper, constants | {"ADD": True}, descriptors, sums)

@@ -27,7 +27,11 @@ def interpreted():
     from twell.kernels.gpu.training import train_backward, train_forward
 
     training = Training(
-        forward=train_forward, backward=train_backward, sizes=list_sizes, skip=lambda args, hooked: RUN
+        forward=train_forward,
+        backward=train_backward,
+        sizes=list_sizes,
+        skip=lambda args, hooked: RUN,
+        adds=True,
     )
     register_backend(
         Backend(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths, training_states
+from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, recorded_paths, training_states
 from twell.activations import Activation
 from twell.kernels import switch
 from twell.kernels.gpu import monitor
 
-from ..accuracy import stock_dense
 from .test_device import fire, tokens_of, weights
 
 pytestmark = [
@@ -49,12 +50,11 @@ def grads(run, tensors, weighting, dtype=None):
 
 def stock(activation="relu"):
     def run(x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
-        biases = {"up_bias": up_bias, "gate_bias": gate_bias}
-        y = stock_dense(x, up, down, gate, activation=activation, down_bias=down_bias, **biases)
+        # As a model does it: one hidden tensor, to which the gradients of y and of L1 flow back.
         linear, act = torch.nn.functional.linear, Activation.parse(activation)
         hidden = linear(x, up, up_bias)
         hidden = act(hidden) if gate is None else act(linear(x, gate, gate_bias)) * hidden
-        return y, hidden.abs().sum(dtype=torch.float32) / x.shape[0]
+        return linear(hidden, down, down_bias), hidden.abs().sum(dtype=torch.float32) / x.shape[0]
 
     return run
 
@@ -317,3 +317,35 @@ def test_nan_reaches_the_gradients_of_what_it_meets():
     assert found[0][3].isnan().all()
     assert not found[0][:3].isnan().any()
     assert found[1].isnan().any()
+
+
+@pytest.mark.parametrize("sum_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("nnz", [24, 700, 2048])
+def test_gradients_are_added_in_place(nnz, sum_dtype):
+    """Frequent and rare neurons and rounds: added in place, within what autograd's roundings allow."""
+    up, down, gate = weights(512, 2048)
+    fire(gate, nnz)
+    parts = [tokens_of(2000, 512) for _ in range(3)]
+    weighting = torch.randn(2000, 512, device="cuda")
+
+    def accumulated(in_place):
+        leaves = leaves_of(up, down, gate)
+        for leaf in leaves:
+            leaf.grad_dtype = sum_dtype
+        for x in parts:
+            loss = loss_of(ffn(x, *leaves, plan=BLOCK), weighting)
+            with accumulate_in_place() if in_place else nullcontext():
+                loss.backward()
+        return [leaf.grad for leaf in leaves]
+
+    exact = [
+        sum(g.float() for g in each)
+        for each in zip(
+            *(grads(stock(), (x, up, down, gate), weighting, dtype=torch.float32)[1:] for x in parts),
+            strict=True,
+        )
+    ]
+    for ours_, autograds, e in zip(accumulated(True), accumulated(False), exact, strict=True):
+        assert ours_.dtype == autograds.dtype == sum_dtype
+        bound = (autograds.float() - e).norm()
+        assert (ours_.float() - e).norm() <= 1.1 * bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell import Plan, crowded_steps, ffn, ffn_with_stats
+from twell import Plan, accumulate_in_place, crowded_steps, ffn, ffn_with_stats, ops
 
 from ..accuracy import stock_dense
 from ..training import assert_gradients_accurate, block, gradients
@@ -103,3 +103,101 @@ def test_opcheck(interpreted):
     leaves = [None if t is None else t.clone().requires_grad_() for t in operands.values()]
     arguments = (*leaves, "relu", "block", 16, interpreted, True)
     torch.library.opcheck(torch.ops.twell.ffn_train, arguments)
+
+
+def neuron_major(*arguments, **options):
+    """As `block`, with rows of `down` that belong to neurons."""
+    operands = block(*arguments, **options)
+    return operands | {"down": operands["down"].mT.contiguous().mT}
+
+
+def leaves(operands):
+    return {name: None if t is None else t.detach().requires_grad_() for name, t in operands.items()}
+
+
+WEIGHTS = ("up", "down", "gate")
+
+
+def watch_existing(monkeypatch):
+    """A list of what backwards are told to add to."""
+    seen, real = [], ops._existing
+
+    def watched(*arguments):
+        seen.append(real(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(ops, "_existing", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sum_dtype", "gated"),
+    [
+        (torch.float32, torch.float32, True),
+        (torch.float16, torch.float16, False),
+        (torch.float16, torch.float32, True),
+    ],
+    ids=["float32", "float16-plain", "float16-in-float32"],
+)
+def test_gradients_are_added_in_place(interpreted, monkeypatch, dtype, sum_dtype, gated):
+    """Two steps: in place to the bit what autograd adds up, in a sum of that dtype; rare and frequent."""
+    run = run_block(interpreted)
+    operands = neuron_major(20, nnz=3, dtype=dtype, gated=gated)
+    other = block(3, dtype=dtype, gated=gated)
+    first = gradients(operands, run, only=WEIGHTS)
+    second = gradients(operands | {"x": other["x"]}, run, only=WEIGHTS)
+    tensors = leaves(operands)
+    for name in WEIGHTS:
+        if tensors[name] is not None:
+            tensors[name].grad_dtype = sum_dtype
+    weighting = torch.Generator().manual_seed(1)
+    seen = watch_existing(monkeypatch)
+    for x in (operands["x"], other["x"]):
+        y = run(**(tensors | {"x": x}))
+        with accumulate_in_place():
+            (y * torch.randn(y.shape, generator=weighting.manual_seed(1)).to(y)).sum().backward()
+    assert [found is None for found in seen] == [True, False]  # the first has nothing to add to
+    for name in first:
+        wanted, found = first[name].to(sum_dtype) + second[name].to(sum_dtype), tensors[name].grad
+        assert found.dtype == sum_dtype
+        if sum_dtype == dtype == torch.float32:
+            assert torch.equal(found, wanted)
+        else:  # autograd's second gradient was rounded before it was added, ours is not
+            unit = torch.finfo(dtype).eps
+            bound = unit * (first[name].abs() + 2 * second[name].abs()).float() + 1e-6
+            assert ((found.float() - wanted.float()).abs() <= bound).all()
+    assert not torch.equal(tensors["up"].grad, first["up"].to(sum_dtype))
+
+
+def test_gradients_that_cannot_be_added_in_place_go_through_autograd(interpreted, monkeypatch):
+    run, operands = run_block(interpreted), neuron_major(2, dtype=torch.float32)
+    wanted = gradients(operands, run, only=WEIGHTS)
+
+    def twice(prepare):
+        tensors = leaves(operands)
+        prepare(tensors)
+        for _ in range(2):
+            y = run(**tensors)
+            with accumulate_in_place():
+                (y * torch.randn(y.shape, generator=torch.Generator().manual_seed(1))).sum().backward()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(tensors[name].grad, 2 * gradient)
+
+    seen, calls = watch_existing(monkeypatch), []
+    twice(lambda tensors: tensors["up"].register_post_accumulate_grad_hook(calls.append))
+    twice(lambda tensors: tensors["gate"].register_hook(lambda gradient: None))
+    twice(lambda tensors: setattr(tensors["down"], "grad", torch.zeros_like(operands["down"].contiguous())))
+    assert len(calls) == 2
+    assert seen == [None] * 6
+
+
+def test_nothing_is_added_in_place_unless_asked(interpreted):
+    run, operands = run_block(interpreted), neuron_major(2, dtype=torch.float32)
+    tensors = leaves(operands)
+    run(**tensors).sum().backward()
+    before = tensors["up"].grad.clone()
+    with accumulate_in_place():
+        pass
+    (gradient,) = torch.autograd.grad(run(**tensors).sum(), tensors["up"])
+    assert torch.equal(gradient, before)
+    assert torch.equal(tensors["up"].grad, before)

@@ -59,6 +59,19 @@ def test_cold_l2_takes_one_call_per_sample():
         time_calls(lambda: None, device="cuda", l2_cold=True, calls_per_sample=2)
 
 
+def test_queued_samples_do_not_see_the_launches():
+    """A hundred tiny kernels: the host takes longer to launch them than the device to run them."""
+    x = torch.zeros(8, device="cuda")
+
+    def fn() -> None:
+        for _ in range(100):
+            x.add_(1)
+
+    options = {"device": "cuda", "repetitions": 10, "calls_per_sample": 1}
+    launched, queued = (compare({"fn": fn}, queued=value, **options)["fn"] for value in (False, True))
+    assert queued.median < launched.median
+
+
 @pytest.mark.parametrize("l2_cold", [False, True])
 def test_compare_ranks_work(l2_cold):
     small, large = (torch.randn(n, n, device="cuda") for n in (2048, 4096))

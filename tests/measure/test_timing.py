@@ -178,6 +178,7 @@ def test_a_fast_function_is_timed_per_call():
         ({"warmup": True}, "warmup: got True"),
         ({"repetitions": 0}, "repetitions: got 0"),
         ({"calls_per_sample": 0}, "calls_per_sample: got 0"),
+        ({"queued": True}, "queued: got True; accepted: False on the CPU"),
         ({"l2_cold": True}, "l2_cold: got True; accepted: False on the CPU"),
         ({"device": "meta"}, "device: got 'meta'"),
         ({"device": "no such device"}, "device: got 'no such device'"),
@@ -186,7 +187,7 @@ def test_a_fast_function_is_timed_per_call():
 )
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        time_calls(lambda: None, **arguments)
+        compare({"fn": lambda: None}, **arguments)
 
 
 def test_nothing_to_compare_is_refused():

@@ -70,3 +70,12 @@ class Saved(NamedTuple):
 
 
 Gradients = tuple[Tensor | None, ...]  # of x, up, down, gate, up_bias, down_bias, gate_bias
+
+
+class Existing(NamedTuple):
+    """Gradients of weights that a backward adds to: of one dtype, [H, D] contiguous, down's [E, H] with
+    contiguous columns; None where none is needed."""
+
+    up: Tensor | None
+    down: Tensor | None
+    gate: Tensor | None

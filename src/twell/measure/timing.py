@@ -21,6 +21,7 @@ SAMPLE_SECONDS = 1e-3
 
 _MAX_CALLS = 1 << 20
 _MIN_FLUSH_BYTES = 256 << 20
+_QUEUE_CYCLES = 8_000_000  # 4 to 5 ms: more than the host takes to launch a forward and a backward
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def compare(
     repetitions: int = 20,
     calls_per_sample: int | None = None,
     l2_cold: bool = False,
+    queued: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Time every candidate in interleaved rounds, so that drift and neighbours hit all alike.
@@ -108,10 +110,14 @@ def compare(
                        between rounds (rotated, and reversed every second time).
     calls_per_sample:  calls averaged into a sample; None picks, per candidate, as many as fill 1 ms.
     l2_cold:           CUDA only: overwrite the L2 cache before each sample, untimed; one call per sample.
+    queued:            CUDA only: keep the device busy for some milliseconds before each sample, untimed, so
+                       that the host has launched the sample when the device begins it. What a device does
+                       behind a host that runs ahead, as in training.
     progress:          called after every round (on CUDA: after the round was queued).
 
     On CUDA, events on the current stream bracket each sample and the host waits once, at the end; a
-    candidate whose launches take longer than its kernels is therefore timed at the rate of its launches.
+    candidate whose launches take longer than its kernels is therefore timed at the rate of its launches,
+    unless `queued`.
     """
     where = checked_device(device)
     if not isinstance(candidates, Mapping) or not candidates:
@@ -123,6 +129,8 @@ def compare(
         require_positive_int("calls_per_sample", calls_per_sample)
     if l2_cold and where.type != "cuda":
         reject("l2_cold", True, "False on the CPU; True needs a CUDA device")
+    if queued and where.type != "cuda":
+        reject("queued", True, "False on the CPU; True needs a CUDA device")
     if l2_cold and calls_per_sample not in (None, 1):
         reject("calls_per_sample", calls_per_sample, "None or 1 with l2_cold: later calls would find L2 warm")
 
@@ -138,7 +146,7 @@ def compare(
         with _gc_paused():
             if cuda:
                 flush = _flush_buffer() if l2_cold else None
-                return _samples_cuda(candidates, calls, rounds, flush, progress)
+                return _samples_cuda(candidates, calls, rounds, flush, queued, progress)
             return _samples_cpu(candidates, calls, rounds, progress)
 
 
@@ -191,6 +199,7 @@ def _samples_cuda(
     calls: dict[str, int],
     rounds: Iterator[str],
     flush: Tensor | None,
+    queued: bool,
     progress: Callable[[], None] | None,
 ) -> dict[str, Timing]:
     events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in candidates}
@@ -200,6 +209,8 @@ def _samples_cuda(
         end = torch.cuda.Event(enable_timing=True)
         if flush is not None:
             flush.zero_()
+        if queued:
+            torch.cuda._sleep(_QUEUE_CYCLES)
         start.record()
         for _ in range(calls[name]):
             fn()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._log import log_once
 from ..._ran import note_path
-from ..args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
+from ..args import RUN, Existing, FfnArgs, FfnOutput, Gradients, Saved, Skip
 from ..dense import dense_backward, dense_forward
 from ..switch import trains_sparse
 from . import monitor
@@ -87,8 +87,15 @@ def train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tu
 
 
 def train_backward(
-    args: FfnArgs, saved: Saved, block_rows: int, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+    args: FfnArgs,
+    saved: Saved,
+    block_rows: int,
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    needed: FfnArgs,
+    into: Existing | None = None,
 ) -> Gradients:
+    """into: gradients of weights to add to, if the kernels run; None is returned in their place then."""
     rows = block_rows or DEFAULT_ROWS
     dense = not _trainable(args, rows) or _ran_dense.get(saved.lists.data_ptr(), False)
     note_path("dense" if dense else "block", args.x, args.up.shape[0], "backward")
@@ -98,7 +105,7 @@ def train_backward(
     crowded = share is not None and share > _CROWDED
     # Hooks may hand back copies that are not aligned as the kernels expect.
     active = Active(readable(saved.lists), readable(saved.counts), rows)
-    return gpu_backward(args, active, grad_y, grad_l1, needed, crowded)
+    return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into)
 
 
 def _dense(args: FfnArgs, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:

@@ -77,6 +77,7 @@ def launch_frequent(stages: BackwardStages) -> None:
         "NEURONS": neurons,
         "V_LAYOUT": layout(neurons, _DEPTH, operands.x.dtype),
         "STAGES": _WEIGHT_STAGES,
+        "ADD": stages.gradients.add,
     }
     grid = (min(stages.target.processors, most),)
     launch(stages.kind, frequent_weights_hopper, grid, arguments, constants, num_warps=4)

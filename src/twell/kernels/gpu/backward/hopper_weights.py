@@ -77,8 +77,31 @@ def _plane(planes, number):
 
 
 @gluon.jit
-def _multiply(targets, frequent, how_many, rings, sizes, D, E, HALF: gl.constexpr, MATRICES: gl.constexpr):
+def _cells(targets, plane, frequent, first, total, column, D, E, LAYOUT: gl.constexpr, SHAPE: gl.constexpr):
+    """Where a tile of sums goes: (pointers, mask)."""
     grad_select, grad_down, grad_up = targets
+    listed = first + gl.arange(0, SHAPE[0], gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, SHAPE[1], gl.SliceLayout(0, LAYOUT))
+    neuron = gl.load(frequent + listed, mask=listed < total, other=0)
+    target = gl.where(plane == 0, grad_down, gl.where(plane == 1, grad_select, grad_up))
+    width = gl.where(plane == 0, E, D)
+    inside = (listed < total)[:, None] & (columns < width)[None, :]
+    return target + (neuron * width)[:, None] + columns[None, :], inside
+
+
+@gluon.jit
+def _multiply(
+    targets,
+    frequent,
+    how_many,
+    rings,
+    sizes,
+    D,
+    E,
+    HALF: gl.constexpr,
+    MATRICES: gl.constexpr,
+    ADD: gl.constexpr,
+):
     v_ring, side_ring, ready, free = rings
     blocks, _H, _rows, across, planes = sizes
     STAGES: gl.constexpr = v_ring.shape[0]
@@ -86,16 +109,14 @@ def _multiply(targets, frequent, how_many, rings, sizes, D, E, HALF: gl.constexp
     WIDTH: gl.constexpr = side_ring.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OUT: gl.constexpr = stored_layout(NEURONS, WIDTH)
-    DTYPE: gl.constexpr = grad_select.dtype.element_ty
-    entry = gl.arange(0, NEURONS, gl.SliceLayout(1, OUT))
-    columns = gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+    SHAPE: gl.constexpr = (NEURONS, WIDTH)
     total = gl.load(how_many)
     tiles = gl.cdiv(total, 2 * NEURONS)
     step = 0
     for unit in range(gl.program_id(0), MATRICES * tiles * across, gl.num_programs(0)):
         plane = _plane(planes, unit // (tiles * across))
-        listed = (unit // across % tiles) * 2 * NEURONS + HALF * NEURONS + entry
-        neuron = gl.load(frequent + listed, mask=listed < total, other=0)
+        first = (unit // across % tiles) * 2 * NEURONS + HALF * NEURONS
+        column = (unit % across) * WIDTH
         acc = gl.zeros([NEURONS, WIDTH], gl.float32, ACC)
         for k in range(0, 2 * blocks):
             stage = step % STAGES
@@ -109,12 +130,13 @@ def _multiply(targets, frequent, how_many, rings, sizes, D, E, HALF: gl.constexp
             step += 1
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
-        target = gl.where(plane == 0, grad_down, gl.where(plane == 1, grad_select, grad_up))
-        width = gl.where(plane == 0, E, D)
-        column = (unit % across) * WIDTH + columns
-        inside = (listed < total)[:, None] & (column < width)[None, :]
-        cell = target + (neuron * width)[:, None] + column[None, :]
-        gl.store(cell, gl.convert_layout(acc.to(DTYPE), OUT), mask=inside)
+        if ADD:  # as the sums lie in registers: another layout would take shared memory for float32
+            cell, inside = _cells(targets, plane, frequent, first, total, column, D, E, ACC, SHAPE)
+            acc += gl.load(cell, mask=inside, other=0.0).to(gl.float32)
+            gl.store(cell, acc.to(targets[0].dtype.element_ty), mask=inside)
+        else:
+            cell, inside = _cells(targets, plane, frequent, first, total, column, D, E, OUT, SHAPE)
+            gl.store(cell, gl.convert_layout(acc.to(targets[0].dtype.element_ty), OUT), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["blocks"])
@@ -138,6 +160,7 @@ def frequent_weights_hopper(
     NEURONS: gl.constexpr,
     V_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
+    ADD: gl.constexpr,
 ):
     """As `frequent_weights` on blocks of 128 tokens; x_desc, grad_desc: blocks [64, WIDTH]; 4 warps.
 
@@ -157,8 +180,8 @@ def frequent_weights_hopper(
     targets = (grad_select, grad_down, grad_up)
     gl.warp_specialize(
         [
-            (_multiply, (targets, frequent, how_many, rings, sizes, D, E, 0, MATRICES)),
-            (_multiply, (targets, frequent, how_many, rings, sizes, D, E, 1, MATRICES)),
+            (_multiply, (targets, frequent, how_many, rings, sizes, D, E, 0, MATRICES, ADD)),
+            (_multiply, (targets, frequent, how_many, rings, sizes, D, E, 1, MATRICES, ADD)),
             (_load, (x_desc, grad_desc, pool, places, frequent, how_many, rings, sizes, MATRICES)),
         ],
         [4, 4],

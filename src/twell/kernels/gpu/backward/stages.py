@@ -61,7 +61,10 @@ class Active:
 
 @dataclass
 class Gradients:
-    """What is wanted, allocated, else None. Weights neuron-major: select, up [H, D], down [H, E]."""
+    """What is wanted, allocated, else None. Weights neuron-major: select, up [H, D], down [H, E].
+
+    add: whether those of weights are added to what their tensors hold; they then have one dtype, any.
+    """
 
     x: Tensor | None
     select: Tensor | None
@@ -69,6 +72,7 @@ class Gradients:
     down: Tensor | None
     select_bias: Tensor | None
     up_bias: Tensor | None
+    add: bool = False
 
 
 def fits(tokens: int, neurons: int, rows: int) -> bool:
@@ -114,6 +118,8 @@ class BackwardStages:
             operands.up_bias is None,
             self.gated,
             self.wanted,
+            gradients.add,
+            self.targets()[0].dtype,
         )
         self._allocate()
 
@@ -343,6 +349,7 @@ class BackwardStages:
                 "WIDTH": tiles.width,
                 "ROWS": rows,
                 "PRECISION": operands.precision,
+                "ADD": self.gradients.add,
             }
             most = cdiv(operands.neurons, tiles.neurons) * cdiv(wide, tiles.width) * matrices
             grid = (min(self.target.processors, most),)
@@ -369,6 +376,7 @@ class BackwardStages:
             "HAS_UP": 2 in self.wanted,
             "WIDTH": tiles.rare_width,
             "AHEAD": tiles.ahead,
+            "ADD": self.gradients.add,
         }
         across = cdiv(max(operands.features, operands.outputs), tiles.rare_width)
         grid = (min(self.target.processors * tiles.rare_programs, operands.neurons), across)
@@ -393,10 +401,12 @@ class BackwardStages:
                 launch((self.kind, plane), bias_sums, grid, arguments, constants)
 
     def targets(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of select, down and up; any tensor where a kernel is told that there is none."""
+        """Gradients of select, down and up; another of them where a kernel is told that there is none."""
         gradients = self.gradients
         targets = (gradients.select, gradients.down, gradients.up)
-        return tuple(self.pool if target is None else target for target in targets)
+        wanted = [target for target in targets if target is not None]
+        other = wanted[0] if wanted else self.operands.select
+        return tuple(other if target is None else target for target in targets)
 
     def _allocate(self) -> None:
         blocks, neurons = self.blocks, self.operands.neurons

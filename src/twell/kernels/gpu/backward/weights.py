@@ -1,6 +1,7 @@
 """Gradients of the weights, neuron by neuron: frequent ones by matrix products, rare ones token by token.
 
-grad_select, grad_up [H, D], grad_down [H, E]; every row is written once, so none has to be cleared
+grad_select, grad_up [H, D], grad_down [H, E]; every row is written once, so none has to be cleared. With ADD
+the sums are added to what is there, in float32 or in the dtype of x, and rows without tokens stay untouched.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ def frequent_weights(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     """Persistent; a tile [NEURONS, WIDTH] of one of the planes [FIRST, FIRST + MATRICES) of the pool times
     x or grad_y, over all blocks. Neurons that a block does not have are zero rows.
 
-    Plane 0 (hidden) gives grad_down, 1 grad_select, 2 grad_up.
+    Plane 0 (hidden) gives grad_down, 1 grad_select, 2 grad_up; those that are wanted have one dtype.
     """
-    DTYPE: tl.constexpr = pool.dtype.element_ty
     token = tl.arange(0, ROWS)
     total = tl.load(how_many)
     across = tl.cdiv(tl.maximum(D, E), WIDTH)
@@ -70,7 +71,16 @@ def frequent_weights(
         columns = column + tl.arange(0, WIDTH)
         inside = (entry < total)[:, None] & (columns < width)[None, :]
         cell = target + neuron[:, None] * width + columns[None, :]
-        tl.store(cell, acc.to(DTYPE), mask=inside)
+        if ADD:
+            acc += tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+        tl.store(cell, acc.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def write_row(cell, total, inside, ADD: tl.constexpr):
+    if ADD:
+        total += tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+    tl.store(cell, total.to(cell.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -92,18 +102,19 @@ def rare_weights(
     HAS_UP: tl.constexpr,
     WIDTH: tl.constexpr,
     AHEAD: tl.constexpr,
+    ADD: tl.constexpr,
 ):
     """Persistent; per neuron and WIDTH columns, the sum over its tokens, in ascending order of tokens.
 
     AHEAD: tokens whose rows are asked for before any is used.
     """
-    DTYPE: tl.constexpr = x.dtype.element_ty
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     ahead = tl.arange(0, AHEAD)
     for neuron in range(tl.load(bounds) + tl.program_id(0), tl.load(bounds + 1), tl.num_programs(0)):
         offset = tl.load(offsets + neuron)
-        if offset >= 0:
-            end = offset + tl.load(firing + neuron)
+        end = offset + tl.load(firing + neuron)
+        # Not rare: -1. Nothing to add: no tokens.
+        if (offset >= 0) & (end >= offset + ADD):
             sum_select = tl.zeros([WIDTH], tl.float32)
             sum_down = tl.zeros([WIDTH], tl.float32)
             sum_up = tl.zeros([WIDTH], tl.float32)
@@ -128,11 +139,11 @@ def rare_weights(
                     value = tl.load(values + at * 4, mask=at < end, other=0.0).to(tl.float32)
                     sum_down += tl.sum(value[:, None] * back, 0)
             if HAS_SELECT:
-                tl.store(grad_select + neuron * D + column, sum_select.to(DTYPE), mask=column < D)
+                write_row(grad_select + neuron * D + column, sum_select, column < D, ADD)
             if HAS_DOWN:
-                tl.store(grad_down + neuron * E + column, sum_down.to(DTYPE), mask=column < E)
+                write_row(grad_down + neuron * E + column, sum_down, column < E, ADD)
             if HAS_UP:
-                tl.store(grad_up + neuron * D + column, sum_up.to(DTYPE), mask=column < D)
+                write_row(grad_up + neuron * D + column, sum_up, column < D, ADD)
 
 
 @triton.jit(do_not_specialize=["blocks"])

@@ -1,0 +1,69 @@
+"""Adding gradients of weights to those that are there, inside the backward kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from .kernels.args import Existing, FfnArgs
+
+_users = 0  # of `accumulate_in_place`; not per thread, since backwards run in threads of their own
+
+
+@contextmanager
+def accumulate_in_place() -> Iterator[None]:
+    """Let sparse backwards on a GPU add weight gradients straight to `weight.grad` where there is one.
+
+        for batch in batches[:-1]:
+            with twell.accumulate_in_place():
+                loss_of(batch).backward()
+
+    Autograd would write each gradient and then add it: this saves that memory and traffic, and with
+    `weight.grad_dtype = torch.float32` on 16-bit weights (torch 2.10 or later) the rounding in between. A
+    first gradient, and gradients of steps that run dense, of biases, of weights with hooks, of weights
+    that were cast or otherwise derived, and all of a block whose `down` is not neuron-major, go through
+    autograd as ever.
+
+    For `.backward()` only: in a block of this, `torch.autograd.grad` would find None for weights and their
+    `.grad` changed. Only on the device's default stream; elsewhere autograd does it, which knows who has to
+    wait for whom. Wrappers that wait for gradients to pass through autograd (DDP outside of `no_sync`,
+    FSDP) do not see these.
+    """
+    global _users
+    _users += 1
+    try:
+        yield
+    finally:
+        _users -= 1
+
+
+def existing_gradients(args: FfnArgs, needed: FfnArgs) -> Existing | None:
+    """Gradients of the block's weights to add to; None unless there is one for every weight that needs it."""
+    if not _users or torch.is_grad_enabled() or not _on_default_stream(args.x):
+        return None
+    wanted = [place for place in ("up", "down", "gate") if getattr(needed, place)]
+    found = {place: _gradient_of(getattr(args, place), place == "down") for place in wanted}
+    dtypes = {None if gradient is None else gradient.dtype for gradient in found.values()}
+    if len(dtypes) != 1 or dtypes <= {None} or not dtypes <= {torch.float32, args.x.dtype}:
+        return None
+    return Existing(*(found.get(place) for place in Existing._fields))
+
+
+def _on_default_stream(x: Tensor) -> bool:
+    return not x.is_cuda or torch.cuda.current_stream(x.device) == torch.cuda.default_stream(x.device)
+
+
+def _gradient_of(weight: Tensor, transposed: bool) -> Tensor | None:
+    """`weight.grad` if kernels can add to it, and nobody would miss that it did not pass through autograd."""
+    if not weight.is_leaf or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        return None
+    gradient = weight.grad
+    if gradient is None or gradient.is_sparse or gradient.device != weight.device:
+        return None
+    view = gradient.mT if transposed else gradient
+    # The kernels read rows of 16 bytes at a time.
+    fits = view.is_contiguous() and view.data_ptr() % 16 == 0
+    return gradient if fits else None
