@@ -151,27 +151,41 @@ def _from_active(ctx, grad_y: Tensor, grad_l1: Tensor, *_rest) -> tuple[Tensor |
     if not ctx.record:
         grad_l1 = None
     plan = ctx.activation, ctx.block_rows, ctx.backend
-    into = _existing(ctx, needed)
-    if into is not None:
-        *tensors, lists, counts = ctx.saved_tensors
-        args = _args(tensors, ctx.activation)
-        wanted = FfnArgs(*needed, args.activation)
-        training = get_backend(ctx.backend).training
-        saved = Saved(lists, counts)
-        found = training.backward(args, saved, ctx.block_rows, grad_y, grad_l1, wanted, into)
-        return (*found, None, None, None, None, None)
-    found = backward_op(grad_y, grad_l1, *ctx.saved_tensors, *plan, needed)
+    saved = ctx.saved_tensors  # once: checkpoints hand them out once
+    into = _existing(saved, plan, needed)
+    if into is None:
+        found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
+    else:
+        found = _added(grad_y, grad_l1, saved, plan, needed, into)
     gradients = [g if wanted else None for g, wanted in zip(found, needed, strict=True)]
     return (*gradients, None, None, None, None, None)
 
 
-def _existing(ctx, needed: list[bool]) -> Existing | None:
+def _existing(saved: tuple[Tensor | None, ...], plan: tuple, needed: list[bool]) -> Existing | None:
     """Gradients to add to, if that is asked for and the backend can."""
-    training = get_backend(ctx.backend).training
+    activation, _block_rows, backend = plan
+    training = get_backend(backend).training
     if training is None or not training.adds or torch.compiler.is_compiling():
         return None
-    args = _args(ctx.saved_tensors[:_NUMBER], ctx.activation)
+    args = _args(saved[:_NUMBER], activation)
     return existing_gradients(args, FfnArgs(*needed, args.activation))
+
+
+def _added(
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    saved: tuple[Tensor | None, ...],
+    plan: tuple,
+    needed: list[bool],
+    into: Existing,
+) -> tuple[Tensor | None, ...]:
+    """The backward without the op, which must not change what it is given."""
+    activation, block_rows, backend = plan
+    *tensors, lists, counts = saved
+    args = _args(tensors, activation)
+    wanted = FfnArgs(*needed, args.activation)
+    training = get_backend(backend).training
+    return training.backward(args, Saved(lists, counts), block_rows, grad_y, grad_l1, wanted, into)
 
 
 def _save_for_second(ctx, inputs, output) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, accumulate_in_place, crowded_steps, ffn, ffn_with_stats, ops
 
@@ -201,3 +202,15 @@ def test_nothing_is_added_in_place_unless_asked(interpreted):
     (gradient,) = torch.autograd.grad(run(**tensors).sum(), tensors["up"])
     assert torch.equal(gradient, before)
     assert torch.equal(tensors["up"].grad, before)
+
+
+def test_checkpoints_with_gradients_to_be_added_in_place(interpreted):
+    """A checkpoint hands out what was saved once only, and detached: autograd adds."""
+    run, tensors = run_block(interpreted), leaves(neuron_major(2, dtype=torch.float32))
+    sums = []
+    for _ in range(2):
+        y = checkpoint(lambda: run(**tensors), use_reentrant=False)
+        with accumulate_in_place():
+            y.sum().backward()
+        sums.append(tensors["up"].grad.clone())
+    torch.testing.assert_close(sums[1], 2 * sums[0])
