@@ -25,7 +25,7 @@ demo: $(READY)  ## build a sparse block, check it, time it, plot it (CPU, under 
 	$(BIN)/twell demo
 
 test: $(READY)  ## run the tests that need no GPU
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2
 
 fuzz: $(READY)  ## run the property tests with 2,000 examples each (about 3 minutes)
 	TWELL_HYPOTHESIS_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/formats

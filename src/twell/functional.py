@@ -15,7 +15,7 @@ from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
 from .backends import Site, get_backend
-from .kernels.args import RUN, FfnArgs, FfnOutput, Skip
+from .kernels.args import RUN, FfnArgs, FfnOutput, Skip, cast_of
 from .kernels.dense import dense_forward
 from .ops import ffn_op, train_op
 from .plan import Plan, resolution_state, resolve
@@ -263,7 +263,7 @@ def _token_bucket(x: Tensor) -> int | None:
 def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if tensor is None or not isinstance(tensor, Tensor) or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return cast_of(tensor, dtype) if tensor.is_floating_point() else tensor
 
 
 def _validate(

@@ -274,6 +274,18 @@ def test_layers_switch_by_how_active_they_are(nnz, sparse):
     assert state.switches == int(sparse)
 
 
+def test_layers_switch_apart_under_autocast():
+    """Casts of float32 weights live for one call and may follow each other at one address."""
+    layers, x = [module(2048, 5632, nnz).float() for nnz in (24, 5632)], tokens_of(8192, 2048)
+    for _ in range(12):
+        for mlp in layers:
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = mlp(x).square().mean()
+            loss.backward()
+        torch.cuda.synchronize()
+    assert [state.sparse for state in training_states()] == [True, False]
+
+
 def test_loss_curves_of_sparse_and_dense_training_agree():
     """200 steps from the same seed: the gap stays within what bf16 noise makes between two dense runs."""
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import rich  # noqa: F401  (every command draws with it: miss it here, where `main` explains)
 import typer
-from typer import Option
+from typer import Argument, Option
 
 app = typer.Typer(help="Sparse feed-forward execution for LLMs.", no_args_is_help=True, add_completion=False)
 
@@ -45,6 +45,76 @@ def tune(
     from .tune import run_tune
 
     run_tune(hidden=hidden, neurons=neurons, gated=gated, quick=quick)
+
+
+@app.command()
+def train(
+    overrides: Annotated[
+        list[str] | None, Argument(help="Settings as key=value, such as train.steps=100.", show_default=False)
+    ] = None,
+    preset: Annotated[str | None, Option(help="tiny, small, paper-0.5b, paper-1b, ..., relufy.")] = None,
+    config: Annotated[Path | None, Option(help="A YAML file of settings.")] = None,
+    out: Annotated[Path | None, Option(help="The run's folder, new; runs/PRESET without.")] = None,
+    resume: Annotated[Path | None, Option(help="Go on with the run in this folder.")] = None,
+) -> None:
+    """Train a sparse language model; alone, or under torchrun or `accelerate launch`."""
+    from .train import run_train
+
+    run_train(overrides=overrides or [], preset=preset, config=config, out=out, resume=resume)
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+    text: Annotated[list[str] | None, Option(help="Files, folders, 'python' or hf:NAME.")] = None,
+    tasks: Annotated[list[str] | None, Option(help="lm-eval tasks; 'paper' for the paper's seven.")] = None,
+    include: Annotated[Path | None, Option(help="Folder of lm-eval tasks of your own.")] = None,
+    sequence_length: Annotated[int | None, Option(min=2, help="Tokens of a window.")] = None,
+    batch: Annotated[int, Option(min=1, help="Windows at a time.")] = 8,
+    max_tokens: Annotated[int | None, Option(min=2, help="Stop after so many tokens of text.")] = None,
+    limit: Annotated[int | None, Option(min=1, help="Examples per task.")] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    out: Annotated[Path | None, Option(help="A JSON file for the results.")] = None,
+) -> None:
+    """Held-out cross-entropy, perplexity, sparsity by layer, and accuracy on tasks."""
+    from .evaluate import run_eval
+
+    run_eval(
+        model=model,
+        text=text or [],
+        tasks=tasks or [],
+        include=include,
+        sequence_length=sequence_length,
+        batch=batch,
+        max_tokens=max_tokens,
+        limit=limit,
+        dtype=dtype,
+        out=out,
+    )
+
+
+@app.command()
+def generate(
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+    prompt: Annotated[str, Option(help="Text to continue.")],
+    tokens: Annotated[int, Option(min=1, help="New tokens, at most.")] = 64,
+    temperature: Annotated[float, Option(min=0, help="0: always the likeliest token.")] = 0.0,
+    top_p: Annotated[float, Option(min=0.01, max=1, help="Sample from so much of the probability.")] = 0.95,
+    seed: Annotated[int, Option(help="Of the sampling.")] = 0,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Continue a prompt, streaming, on the sparse decode path."""
+    from .generate import run_generate
+
+    run_generate(
+        model=model,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        dtype=dtype,
+    )
 
 
 @app.command()

@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..activations import Activation
+
+
+def cast_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor` in another dtype, which remembers what it was made of."""
+    cast = tensor.to(dtype)
+    if cast is not tensor and not torch.compiler.is_compiling():
+        cast._twell_source = tensor
+    return cast
+
+
+def source_of(tensor: Tensor) -> Tensor:
+    """What `cast_of` made `tensor` of, or itself: a cast lives for one call, a layer is known for longer."""
+    return getattr(tensor, "_twell_source", tensor)
 
 
 class FfnArgs(NamedTuple):

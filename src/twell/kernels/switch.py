@@ -16,8 +16,8 @@ _log = logging.getLogger("twell")
 class TrainingState(NamedTuple):
     """How a layer trains now, on a GPU. (On a CPU every step decides anew.)
 
-    layer:     what it is known by: the device and address of its weights, its shape, and its tokens per call
-               (rounded up to a power of two).
+    layer:     what it is known by: its device, its parameter (or the address of its weights), its shape and
+               its tokens per call (rounded up to a power of two).
     sparse:    whether its steps run on the active set.
     share:     the share of neurons that was active in a block of tokens when last looked at; None before.
     switches:  how often it has changed between dense and sparse.

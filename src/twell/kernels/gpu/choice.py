@@ -6,9 +6,11 @@ from collections.abc import Hashable
 from functools import partial
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from ..._log import log_once
-from ..args import RUN, FfnArgs, Skip
+from ..args import RUN, FfnArgs, Skip, source_of
 from . import monitor
 from .limits import Shape, share_limit
 from .operands import is_neuron_major
@@ -49,7 +51,7 @@ def skips_eager_calls(args: FfnArgs) -> Skip:
     if _pays_eagerly(args):
         return RUN
     key = layer_key(args)
-    if monitor.wants_reading(key, args.selector, _SELDOM):
+    if monitor.wants_reading(key, source_of(args.selector), _SELDOM):
         return RUN
     return Skip(True, monitor.calls_before_reading(key), partial(monitor.count_calls, key))
 
@@ -65,7 +67,7 @@ def choose(args: FfnArgs) -> tuple[bool, Hashable | None]:
     if torch.cuda.is_current_stream_capturing():
         return fits and monitor.has_run(key), None
     if limit < 1 or not _pays_eagerly(args):
-        if monitor.takes_reading(key, args.selector):
+        if monitor.takes_reading(key, source_of(args.selector)):
             return True, key
         return fits and _pays_eagerly(args), None
     return True, None
@@ -74,7 +76,13 @@ def choose(args: FfnArgs) -> tuple[bool, Hashable | None]:
 def layer_key(args: FfnArgs) -> Hashable:
     """A layer and a power of two of tokens."""
     bucket = 1 << (args.x.shape[0] - 1).bit_length()
-    return args.x.device.index, args.selector.data_ptr(), args.selector.shape, bucket
+    return args.x.device.index, _identity(source_of(args.selector)), args.selector.shape, bucket
+
+
+def _identity(weight: Tensor) -> Hashable:
+    # A parameter stays the same object where its memory comes and goes (FSDP); other tensors are often
+    # views that are made for every call.
+    return ("parameter", id(weight)) if type(weight) is Parameter else weight.data_ptr()
 
 
 def operations(args: FfnArgs) -> int:

@@ -2,8 +2,8 @@
 
 The sparse kernels count active neurons anyway. Now and then those counts are copied to the host behind the
 kernels that wrote them; a later call picks them up if they have arrived. Automatic plans decide by the last
-known share. Readings are due after 1, 2, 4, ... calls, then at a fixed interval. Layers are known by the
-address of their weights; another tensor at the same address starts anew.
+known share. Readings are due after 1, 2, 4, ... calls, then at a fixed interval. Layers are known by their
+parameter or the address of their weights; another tensor at the same address starts anew.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._log import log_once
 from ..._ran import note_path
-from ..args import RUN, Existing, FfnArgs, FfnOutput, Gradients, Saved, Skip
+from ..args import RUN, Existing, FfnArgs, FfnOutput, Gradients, Saved, Skip, source_of
 from ..dense import dense_backward, dense_forward
 from ..switch import trains_sparse
 from . import monitor
@@ -38,8 +38,9 @@ _CROWDED = 0.3
 # sides only: 4,096 tokens 0.5x to 0.67x (the host launches longer than dense runs), 16,384 from 2.2x to 3.6x.
 _OPERATIONS = 5e11
 
-# By the address of a call's lists, whether it ran dense after all. Only a matter of speed: see `_dense`.
-_ran_dense: dict[int, bool] = {}
+# By the address of a call's lists, the key of its layer, None if it ran dense after all. Only a matter of
+# speed: see `_dense`.
+_ran: dict[int, Hashable | None] = {}
 _MOST_CALLS = 4096
 
 
@@ -57,7 +58,7 @@ def skips_step(args: FfnArgs, hooked: bool = False) -> Skip:
     key = _key(args)
     if torch.cuda.is_current_stream_capturing():
         return RUN if _sparse(key) else Skip(dense=True)
-    if monitor.wants_reading(key, args.selector) or _sparse(key):
+    if monitor.wants_reading(key, source_of(args.selector)) or _sparse(key):
         return RUN
     return Skip(True, monitor.calls_before_reading(key), partial(monitor.count_calls, key))
 
@@ -82,7 +83,7 @@ def train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tu
     key = _key(args)
     if monitor.takes_due(key) and not torch.cuda.is_current_stream_capturing():
         monitor.note_run(key, run.counts, run.counts.numel() * operands.neurons)
-    _remember(run.lists, dense=False)
+    _remember(run.lists, key)
     return output_of(run, operands), Saved(run.lists, run.counts)
 
 
@@ -97,11 +98,12 @@ def train_backward(
 ) -> Gradients:
     """into: gradients of weights to add to, if the kernels run; None is returned in their place then."""
     rows = block_rows or DEFAULT_ROWS
-    dense = not _trainable(args, rows) or _ran_dense.get(saved.lists.data_ptr(), False)
+    key = _ran.get(saved.lists.data_ptr(), _key(args))
+    dense = not _trainable(args, rows) or key is None
     note_path("dense" if dense else "block", args.x, args.up.shape[0], "backward")
     if dense:
         return dense_backward(args, grad_y, grad_l1, needed)
-    share = monitor.known_share(_key(args))
+    share = monitor.known_share(key)
     crowded = share is not None and share > _CROWDED
     # Hooks may hand back copies that are not aligned as the kernels expect.
     active = Active(readable(saved.lists), readable(saved.counts), rows)
@@ -118,14 +120,14 @@ def _dense(args: FfnArgs, block_rows: int, record: bool) -> tuple[FfnOutput, Sav
         every = torch.arange(neurons, dtype=torch.int32, device=args.x.device)
         lists[: blocks * neurons].view(blocks, neurons).copy_(every.expand(blocks, neurons))
     counts = torch.full((blocks,), neurons, dtype=torch.int32, device=args.x.device)
-    _remember(lists, dense=True)
+    _remember(lists, None)
     return output, Saved(lists, counts)
 
 
-def _remember(lists: Tensor, dense: bool) -> None:
-    if len(_ran_dense) >= _MOST_CALLS:
-        _ran_dense.clear()
-    _ran_dense[lists.data_ptr()] = dense
+def _remember(lists: Tensor, key: Hashable | None) -> None:
+    if len(_ran) >= _MOST_CALLS:
+        _ran.clear()
+    _ran[lists.data_ptr()] = key
 
 
 def _trainable(args: FfnArgs, rows: int) -> bool:

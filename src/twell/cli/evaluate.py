@@ -1,0 +1,87 @@
+"""`twell eval`: cross-entropy, sparsity and tasks of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .._checks import reject
+
+
+def run_eval(
+    *,
+    model: str,
+    text: list[str],
+    tasks: list[str],
+    include: Path | None,
+    sequence_length: int | None,
+    batch: int,
+    max_tokens: int | None,
+    limit: int | None,
+    dtype: str,
+    out: Path | None,
+) -> None:
+    from ..evaluation import evaluate_text, load_model
+    from ..evaluation.tasks import evaluate_tasks
+    from ..train.data import DataConfig
+    from ..train.data.sources import documents
+
+    if not text and not tasks:
+        reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or both")
+    console = Console()
+    loaded, tokenizer = load_model(model, dtype=dtype)
+    found: dict[str, object] = {"model": model}
+    if text:
+        source = DataConfig(source=tuple(text))
+        with Progress(
+            TextColumn("evaluating"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f} tokens"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        ) as bar:
+            task = bar.add_task("", total=max_tokens)
+            result = evaluate_text(
+                loaded,
+                tokenizer,
+                documents(source),
+                sequence_length=sequence_length,
+                batch=batch,
+                max_tokens=max_tokens,
+                progress=lambda tokens: bar.advance(task, tokens),
+            )
+        found |= dataclasses.asdict(result) | {"perplexity": result.perplexity}
+        console.print(
+            f"{result.tokens:,} tokens: cross-entropy {result.cross_entropy:.4f}, "
+            f"perplexity {result.perplexity:.2f}",
+            highlight=False,
+        )
+        if result.l0:
+            _show_layers(console, result)
+    if tasks:
+        scores = evaluate_tasks(loaded, tokenizer, tasks, include=include, batch=batch, limit=limit)
+        found |= {"tasks": scores, "mean_accuracy": sum(scores.values()) / len(scores)}
+        table = Table("task", "accuracy")
+        for name, score in (scores | {"mean": found["mean_accuracy"]}).items():
+            table.add_row(name, f"{score:.1%}")
+        console.print(table)
+    if out is not None:
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _show_layers(console: Console, result) -> None:
+    table = Table("layer", "active per token", "of", "L1", "never fired here")
+    for layer, values in enumerate(zip(result.l0, result.neurons, result.l1, result.silent, strict=True)):
+        l0, neurons, l1, silent = values
+        table.add_row(
+            str(layer), f"{l0:.1f}", f"{neurons:,} ({l0 / neurons:.2%})", f"{l1:.3g}", f"{silent:.1%}"
+        )
+    mean = sum(result.l0) / len(result.l0)
+    table.add_row("mean", f"{mean:.1f}", "", f"{sum(result.l1) / len(result.l1):.3g}", "")
+    console.print(table)

@@ -1,0 +1,49 @@
+"""`twell train`: settings from a preset, a file and arguments; then a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .._checks import reject
+
+
+def run_train(
+    *,
+    overrides: list[str],
+    preset: str | None,
+    config: Path | None,
+    out: Path | None,
+    resume: Path | None,
+) -> None:
+    # Imported here: they bring transformers, which takes seconds.
+    from ..train.presets import preset as preset_settings
+    from ..train.run import CONFIG, train
+    from ..train.settings import read_settings, run_config, with_overrides
+
+    if resume is not None:
+        if preset is not None or config is not None or out is not None:
+            reject("resume", str(resume), "no --preset, --config or --out beside it: the run has its own")
+        settings = read_settings(resume / CONFIG)
+        folder = resume
+    else:
+        if (preset is None) == (config is None):
+            reject("preset", repr(preset), "one of --preset NAME, --config FILE.yaml and --resume FOLDER")
+        settings = preset_settings(preset) if config is None else read_settings(config)
+        folder = out or Path("runs") / (preset or config.stem)
+    console = Console()
+    result = train(
+        run_config(with_overrides(settings, overrides)), folder, resume=resume is not None, console=console
+    )
+    if not result.finished:
+        step = result.summary["step"]
+        console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", highlight=False)
+        return
+    table = Table("", "", show_header=False)
+    for name, value in result.summary.items():
+        if value is not None:
+            table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+    console.print(table)
+    console.print(f"model: {folder / 'model'}", highlight=False)

@@ -1,0 +1,40 @@
+"""A model and its tokenizer for evaluation and generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._checks import reject
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer) from a folder or the Hub; a run's folder stands for its model.
+
+    dtype:   "auto" takes that of the checkpoint, in float32 on a CPU.
+    device:  None: a GPU if there is one.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError('loading models needs transformers: pip install "twell[hf]"') from error
+    import twell.hf  # noqa: F401 - registers the sparse models
+
+    folder = Path(path)
+    if (folder / "model" / "config.json").is_file():
+        folder = folder / "model"
+    if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        reject("model", repr(path), "a folder with a model, a run's folder, or a name on the Hub")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        reject("model", repr(path), "a folder with a config.json (a run that has not finished has none yet)")
+    if dtype != "auto" and dtype not in DTYPES:
+        reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = DTYPES.get(dtype, torch.float32 if place == "cpu" else "auto")
+    source = str(folder) if folder.exists() else path
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
+    return model, AutoTokenizer.from_pretrained(source)

@@ -1,0 +1,140 @@
+"""Cross-entropy, perplexity and sparsity of a causal language model on text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from .._checks import reject, require_positive_int
+from ..nn import SparseMLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextResult:
+    """cross_entropy: nats per token, over `predicted` tokens. Per layer of a sparse model: active neurons per
+    token, sum of |hidden| per token, and the share of neurons that never fired on this text."""
+
+    tokens: int
+    predicted: int
+    cross_entropy: float
+    l0: tuple[float, ...] = ()
+    l1: tuple[float, ...] = ()
+    silent: tuple[float, ...] = ()
+    neurons: tuple[int, ...] = ()
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.cross_entropy, 700.0))
+
+
+@torch.no_grad()
+def evaluate_text(
+    model: torch.nn.Module,
+    tokenizer,
+    documents: Iterable[str],
+    *,
+    sequence_length: int | None = None,
+    batch: int = 8,
+    max_tokens: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> TextResult:
+    """Documents one after the other, EOS between them, in windows of `sequence_length` tokens; the last may
+    be shorter. Every token but the first of a window is predicted from those before it in the window.
+
+    sequence_length:  None: the model's positions, at most 1,024.
+    progress:         called with the number of tokens after every batch.
+    """
+    positions = getattr(model.config, "max_position_embeddings", 1024)
+    length = min(positions, 1024) if sequence_length is None else sequence_length
+    require_positive_int("batch", batch)
+    if not 2 <= length <= positions:
+        reject("sequence_length", sequence_length, f"2 to {positions}, the positions of the model")
+    layers = [module for module in model.modules() if isinstance(module, SparseMLP)]
+    recording = [mlp.record for mlp in layers]
+    sums = _Sums(layers, next(model.parameters()).device)
+    for mlp in layers:
+        mlp.record = True
+    try:
+        for windows in _batches(_windows(_tokens(tokenizer, documents, max_tokens), length), batch):
+            _add(model, windows.to(sums.device), sums)
+            if progress is not None:
+                progress(windows.numel())
+    finally:
+        for mlp, before in zip(layers, recording, strict=True):
+            mlp.record, mlp.last_stats = before, None
+    if not sums.predicted:
+        reject("documents", f"{sums.tokens} tokens", "at least 2 tokens of text")
+    return sums.result()
+
+
+class _Sums:
+    def __init__(self, layers: list[SparseMLP], device: torch.device) -> None:
+        self.layers, self.device = layers, device
+        self.tokens = self.predicted = 0
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.l1 = torch.zeros(len(layers), dtype=torch.float64, device=device)
+        self.firing = [torch.zeros(mlp.intermediate_size, dtype=torch.int64, device=device) for mlp in layers]
+
+    def result(self) -> TextResult:
+        return TextResult(
+            tokens=self.tokens,
+            predicted=self.predicted,
+            cross_entropy=self.loss.item() / self.predicted,
+            l0=tuple(counts.sum().item() / self.tokens for counts in self.firing),
+            l1=tuple((self.l1 / self.tokens).tolist()),
+            silent=tuple((counts == 0).double().mean().item() for counts in self.firing),
+            neurons=tuple(mlp.intermediate_size for mlp in self.layers),
+        )
+
+
+def _add(model: torch.nn.Module, windows: Tensor, sums: _Sums) -> None:
+    """windows: int64 [B, S]."""
+    logits = model(input_ids=windows, use_cache=False).logits[:, :-1].float()
+    targets = windows[:, 1:]
+    sums.loss += cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").double()
+    sums.tokens += windows.numel()
+    sums.predicted += targets.numel()
+    for layer, mlp in enumerate(sums.layers):
+        sums.l1[layer] += mlp.last_stats.l1.double() * windows.numel()
+        sums.firing[layer] += mlp.last_stats.firing
+
+
+def _tokens(tokenizer, documents: Iterable[str], max_tokens: int | None) -> Iterable[int]:
+    left = math.inf if max_tokens is None else max_tokens
+    for text in documents:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+        for token in ids:
+            if left <= 0:
+                return
+            left -= 1
+            yield token
+
+
+def _windows(tokens: Iterable[int], length: int) -> Iterable[list[int]]:
+    window: list[int] = []
+    for token in tokens:
+        window.append(token)
+        if len(window) == length:
+            yield window
+            window = []
+    if len(window) > 1:
+        yield window
+
+
+def _batches(windows: Iterable[list[int]], batch: int) -> Iterable[Tensor]:
+    """int64 [B, S]; windows of another length come alone."""
+    held: list[list[int]] = []
+    for window in windows:
+        if held and (len(held) == batch or len(window) != len(held[0])):
+            yield torch.tensor(held)
+            held = []
+        held.append(window)
+    if held:
+        yield torch.tensor(held)

@@ -1,0 +1,107 @@
+"""The configs: transformers' Llama and Qwen2 configs with `sparsity_*` fields."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import LlamaConfig, Qwen2Config
+
+from .._checks import reject, require_positive_int
+from ..activations import Activation
+
+_log = logging.getLogger("twell")
+
+# What stock classes call each activation; they have no fatrelu, the nearest they have is relu.
+_STOCK_ACTIVATION = {"relu": "relu", "relu2": "relu2", "fatrelu": "relu"}
+
+
+@dataclass(repr=False, eq=False, kw_only=True)
+class SparsityConfig:
+    """What a sparse config has beyond the stock one.
+
+    sparsity_l1_coeff:     weight of the L1 term of the loss; the model's `l1_weight` starts with it.
+    sparsity_gated_mlp:    act(gate) * up if True, act(up) if False.
+    sparsity_activation:   "relu", "relu2" or "fatrelu(THRESHOLD)".
+    sparsity_layer_sizes:  neurons of every layer; None: intermediate_size in each.
+    sparsity_new_intermediate_size:  of released configs: if above 0, it replaces intermediate_size.
+
+    Other `sparsity_*` fields of released configs are kept and not used. `hidden_act` is always the stock name
+    of `sparsity_activation`: released configs say "silu" there and mean ReLU.
+    """
+
+    hidden_act: str = "relu"
+    sparsity_l1_coeff: float = 0.0
+    sparsity_gated_mlp: bool = True
+    sparsity_activation: str = "relu"
+    sparsity_layer_sizes: list[int] | None = None
+    sparsity_new_intermediate_size: int | None = None
+
+    # The Trainer hands everything else that a model returns to its metrics.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [
+        "past_key_values",
+        "ce_loss",
+        "l1_loss",
+        "l0",
+        "firing",
+    ]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self._check_sparsity()
+        if self.sparsity_new_intermediate_size is not None and self.sparsity_new_intermediate_size > 0:
+            self.intermediate_size = self.sparsity_new_intermediate_size
+        activation = Activation.parse(self.sparsity_activation)
+        self.sparsity_activation = activation.spec
+        stock_name = _STOCK_ACTIVATION[activation.name]
+        if self.hidden_act != stock_name:
+            _log.info(
+                "twell: hidden_act %r of a %s config is read as %r: sparsity_activation decides",
+                self.hidden_act,
+                self.model_type,
+                stock_name,
+            )
+            self.hidden_act = stock_name
+        self.neurons_per_layer()
+        # The stock class runs its own checks from its `__init__`, which a subclass replaces.
+        self.validate()
+
+        from .registration import register_models
+
+        register_models()
+
+    def _check_sparsity(self) -> None:
+        coefficient = self.sparsity_l1_coeff
+        is_number = isinstance(coefficient, (int, float)) and not isinstance(coefficient, bool)
+        if not is_number or not 0 <= coefficient < math.inf:
+            reject("sparsity_l1_coeff", repr(coefficient), "a finite number >= 0")
+        if not isinstance(self.sparsity_gated_mlp, bool):
+            reject("sparsity_gated_mlp", repr(self.sparsity_gated_mlp), "True | False")
+        size = self.sparsity_new_intermediate_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool)):
+            reject("sparsity_new_intermediate_size", repr(size), "an integer or None")
+
+    def neurons_per_layer(self) -> list[int]:
+        """H of every layer's feed-forward block."""
+        layers, sizes = self.num_hidden_layers, self.sparsity_layer_sizes
+        if sizes is None:
+            return [self.intermediate_size] * layers
+        if not isinstance(sizes, (list, tuple)) or len(sizes) != layers:
+            reject("sparsity_layer_sizes", repr(sizes), f"a list of {layers} integers, one for each layer")
+        for size in sizes:
+            require_positive_int("sparsity_layer_sizes", size)
+        return list(sizes)
+
+
+class SparseLlamaConfig(SparsityConfig, LlamaConfig):
+    """`LlamaConfig` with the fields of `SparsityConfig`; keyword arguments only."""
+
+    model_type = "llama_sparse_relu"
+
+
+class SparseQwen2Config(SparsityConfig, Qwen2Config):
+    """`Qwen2Config` with the fields of `SparsityConfig`; keyword arguments only."""
+
+    model_type = "qwen2_sparse_relu"

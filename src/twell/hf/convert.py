@@ -1,0 +1,118 @@
+"""From a dense stock model to a sparse one, and back."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from .._checks import reject
+from ..activations import Activation
+from .config import SparsityConfig
+from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
+
+SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
+
+_SPARSE_CLASS = {LlamaConfig: SparseLlamaForCausalLM, Qwen2Config: SparseQwen2ForCausalLM}
+_STOCK_CLASS = {SparseLlamaForCausalLM: LlamaForCausalLM, SparseQwen2ForCausalLM: Qwen2ForCausalLM}
+_OWN_TO_A_CLASS = ("model_type", "architectures", "auto_map", "transformers_version", "hidden_act")
+
+
+def relufy(
+    model_or_path: PreTrainedModel | str | os.PathLike[str],
+    activation: str | Activation = "relu",
+    l1_coeff: float = 0.0,
+    **kwargs: Any,
+) -> SparseModel:
+    """A dense Llama or Qwen2 language model as a sparse one with the same weights.
+
+    Only the activation changes, so the output does, until the model is trained on.
+
+    model_or_path:  a stock model, which is left as it is (its weights are copied), or the path or hub name of
+                    one; kwargs are then those of `from_pretrained`.
+    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+    l1_coeff:       weight of the L1 term of the loss.
+    """
+    if isinstance(model_or_path, PreTrainedModel):
+        if kwargs:
+            reject("kwargs", sorted(kwargs), "none with a model, only with a path")
+        if type(model_or_path) not in _STOCK_CLASS.values():
+            reject("model_or_path", f"a {type(model_or_path).__name__}", _names(_STOCK_CLASS.values()))
+        config = model_or_path.config
+    else:
+        config = AutoConfig.from_pretrained(model_or_path)
+    if type(config) not in _SPARSE_CLASS:
+        reject("model_or_path", f"a {type(config).__name__}", _names(_SPARSE_CLASS))
+    sparse_class = _SPARSE_CLASS[type(config)]
+    sparse_config = _converted_config(
+        config,
+        sparse_class.config_class,
+        sparsity_activation=Activation.parse(activation).spec,
+        sparsity_l1_coeff=l1_coeff,
+    )
+    if isinstance(model_or_path, PreTrainedModel):
+        return _with_weights_of(model_or_path, sparse_class, sparse_config)
+    return sparse_class.from_pretrained(model_or_path, config=sparse_config, **kwargs)
+
+
+def to_stock(model: SparseModel) -> LlamaForCausalLM | Qwen2ForCausalLM:
+    """The sparse model as transformers' own class with a copy of its weights; same output.
+
+    Stock classes have gated blocks of one size with ReLU or squared ReLU; for others a ValueError says why not.
+    """
+    if type(model) not in _STOCK_CLASS:
+        reject("model", f"a {type(model).__name__}", _names(_STOCK_CLASS))
+    config = model.config
+    sizes = sorted(set(config.neurons_per_layer()))
+    activation = Activation.parse(config.sparsity_activation)
+    if not config.sparsity_gated_mlp:
+        reject("model", "non-gated blocks", "gated blocks, the only ones that stock classes have")
+    if len(sizes) > 1:
+        reject("model", f"layers of {sizes} neurons", "one size: stock classes have intermediate_size alone")
+    if activation.name == "fatrelu":
+        reject("model", f"activation {activation.spec}", "'relu' | 'relu2': stock classes know no fatrelu")
+    stock_class = _STOCK_CLASS[type(model)]
+    stock_config = _converted_config(
+        config, stock_class.config_class, hidden_act=config.hidden_act, intermediate_size=sizes[0]
+    )
+    return _with_weights_of(model, stock_class, stock_config)
+
+
+def _converted_config(
+    config: PreTrainedConfig, target: type[PreTrainedConfig], **changes: Any
+) -> PreTrainedConfig:
+    fields = config.to_dict()
+    for field in [*_OWN_TO_A_CLASS, *(field for field in fields if field.startswith("sparsity_"))]:
+        fields.pop(field, None)
+    return target(**(fields | changes))
+
+
+def _with_weights_of(
+    model: PreTrainedModel, target: type[PreTrainedModel], config: PreTrainedConfig
+) -> PreTrainedModel:
+    weights = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    converted = target.from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=model.dtype,
+        attn_implementation=model.config._attn_implementation,
+    )
+    converted.name_or_path = converted.config.name_or_path = model.config.name_or_path
+    converted.generation_config = model.generation_config.__class__.from_dict(
+        model.generation_config.to_dict()
+    )
+    return converted.to(model.device).train(model.training)
+
+
+def _names(classes: Any) -> str:
+    return " | ".join(cls.__name__ for cls in classes)

@@ -1,0 +1,216 @@
+"""Sparse Llama and Qwen2: transformers' classes with `SparseMLP` blocks and the L1 term in the loss.
+
+Attention, caches, generation, checkpointing and all else is transformers' own code.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    LlamaModel,
+    LlamaPreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen2Model,
+    Qwen2PreTrainedModel,
+)
+from transformers.utils import can_return_tuple
+
+from .._checks import reject
+from ..functional import FfnStats
+from ..nn import SparseMLP
+from .checkpoints import IGNORED_KEYS, load_pretrained
+from .config import SparseLlamaConfig, SparseQwen2Config
+from .layers import install_sparse_mlps, restore_layout, set_neuron_major, sparse_mlps
+from .outputs import SparseCausalLMOutput
+
+_NOT_A_LABEL = -100
+
+
+class _SparsePreTrained:
+    """What backbone and language model share: loading."""
+
+    _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *model_args: Any, **kwargs: Any
+    ) -> Self:
+        """transformers' `from_pretrained`, which also reads the spellings of released checkpoints.
+
+        Raises ValueError where feed-forward weights are missing, unknown or do not fit the config.
+        """
+        with_info = kwargs.pop("output_loading_info", False)
+        model, info = load_pretrained(
+            cls, super().from_pretrained, pretrained_model_name_or_path, *model_args, **kwargs
+        )
+        for mlp in sparse_mlps(model):
+            restore_layout(mlp)
+        return (model, info) if with_info else model
+
+
+class _SparseBackbone(_SparsePreTrained):
+    def post_init(self) -> None:
+        # Before weights are drawn, so that the stock initialisation draws those of the sparse blocks.
+        install_sparse_mlps(self.layers, self.config)
+        super().post_init()
+        set_neuron_major(self, True)
+
+
+class _SparseCausalLM(_SparsePreTrained):
+    backbone: type[nn.Module]
+    pre_trained: type[nn.Module]
+
+    def __init__(self, config: SparseLlamaConfig | SparseQwen2Config) -> None:
+        # Past the stock class, which would build the stock backbone.
+        self.pre_trained.__init__(self, config)
+        self.model = self.backbone(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.l1_weight = config.sparsity_l1_coeff
+        self.post_init()
+
+    @property
+    def l1_weight(self) -> float:
+        """Weight of the L1 term; may change every step, compiled code does not recompile."""
+        return self._l1_weight.item()
+
+    @l1_weight.setter
+    def l1_weight(self, weight: float) -> None:
+        if not 0 <= weight < math.inf:
+            reject("l1_weight", repr(weight), "a finite number >= 0")
+        # A tensor, since a compiler takes a float for a constant. Float64 keeps the value as it was given.
+        self._l1_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        record_sparsity: bool = False,
+        **kwargs: Any,
+    ) -> SparseCausalLMOutput:
+        """transformers' forward; the loss has the L1 term, the output the sparsity of every layer.
+
+        labels [batch, tokens]:  with them loss = cross-entropy + l1_weight * L1.
+        num_items_in_batch:      label tokens of all micro-batches of a step: both terms are then this
+                                 micro-batch's share, so that the micro-batches' losses add up to the mean.
+        record_sparsity:         record statistics in eval mode without labels as well. In training mode and
+                                 with labels they always are, in generation they are not.
+        """
+        record = self.training or labels is not None or record_sparsity
+        mlps = [layer.mlp for layer in self.model.layers[: self.config.num_hidden_layers]]
+        for mlp in mlps:
+            # Stays on until the next call: a checkpointed backward runs the block again, as it ran before.
+            if mlp.record != record:
+                mlp.record = record
+        if num_items_in_batch is not None:
+            kwargs["num_items_in_batch"] = num_items_in_batch
+        stock = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            return_dict=True,
+            **kwargs,
+        )
+        output = SparseCausalLMOutput(
+            loss=stock.loss,
+            logits=stock.logits,
+            past_key_values=stock.past_key_values,
+            hidden_states=stock.hidden_states,
+            attentions=stock.attentions,
+        )
+        if not record:
+            return output
+        stats = _take_stats(mlps)
+        self._check_l1_gradient(mlps, stats)
+        device = stock.logits.device  # layers may be spread over devices
+        output.ce_loss = stock.loss
+        output.l1_loss = torch.stack([layer.l1.to(device) for layer in stats]).mean()
+        output.l0 = torch.stack([layer.l0.to(device) for layer in stats])
+        output.firing = tuple(layer.firing for layer in stats)
+        if labels is not None:
+            weight = self._l1_weight.to(output.l1_loss.dtype)
+            if num_items_in_batch is not None:
+                shifted = kwargs.get("shift_labels")
+                shifted = labels[..., 1:] if shifted is None else shifted
+                weight = weight * _share_of(shifted, num_items_in_batch, kwargs).to(output.l1_loss)
+            output.loss = stock.loss + weight * output.l1_loss
+        return output
+
+    def _check_l1_gradient(self, mlps: list[SparseMLP], stats: list[FfnStats]) -> None:
+        if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
+            return
+        lost = any(
+            mlp.up_proj.weight.requires_grad and not layer.l1.requires_grad
+            for mlp, layer in zip(mlps, stats, strict=True)
+        )
+        if lost and self.l1_weight > 0:
+            reject(
+                "use_reentrant",
+                "True: gradient checkpointing loses the gradient of the L1 term",
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or l1_weight = 0",
+            )
+
+
+def _take_stats(mlps: list[SparseMLP]) -> list[FfnStats]:
+    """The statistics of a forward; the blocks let go of them and of the graph behind them."""
+    stats = [mlp.last_stats for mlp in mlps]
+    for mlp in mlps:
+        mlp.last_stats = None
+    return stats
+
+
+def _share_of(shifted_labels: Tensor, num_items: Tensor | int, loss_options: dict[str, Any]) -> Tensor:
+    """Which part of a step's label tokens is here; as the stock loss counts them."""
+    here = (shifted_labels != loss_options.get("ignore_index", _NOT_A_LABEL)).sum().to(torch.float32)
+    return here / (num_items.to(here.device) if isinstance(num_items, Tensor) else num_items)
+
+
+class SparseLlamaModel(_SparseBackbone, LlamaModel):
+    """`LlamaModel` with sparse feed-forward blocks."""
+
+    config: SparseLlamaConfig
+    config_class = SparseLlamaConfig
+
+
+class SparseLlamaForCausalLM(_SparseCausalLM, LlamaForCausalLM):
+    """`LlamaForCausalLM` with sparse feed-forward blocks and the L1 term in its loss."""
+
+    config: SparseLlamaConfig
+    config_class = SparseLlamaConfig
+    backbone = SparseLlamaModel
+    pre_trained = LlamaPreTrainedModel
+
+
+class SparseQwen2Model(_SparseBackbone, Qwen2Model):
+    """`Qwen2Model` with sparse feed-forward blocks."""
+
+    config: SparseQwen2Config
+    config_class = SparseQwen2Config
+
+
+class SparseQwen2ForCausalLM(_SparseCausalLM, Qwen2ForCausalLM):
+    """`Qwen2ForCausalLM` with sparse feed-forward blocks and the L1 term in its loss."""
+
+    config: SparseQwen2Config
+    config_class = SparseQwen2Config
+    backbone = SparseQwen2Model
+    pre_trained = Qwen2PreTrainedModel

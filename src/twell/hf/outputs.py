@@ -1,0 +1,25 @@
+"""What a sparse language model returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+@dataclass
+class SparseCausalLMOutput(CausalLMOutputWithPast):
+    """transformers' output, and the sparsity of the call where it was recorded (else None).
+
+    loss:     []                 ce_loss + l1_weight * l1_loss; with `labels` only.
+    ce_loss:  []                 the stock loss; with `labels` only.
+    l1_loss:  []                 mean over layers of the mean over tokens of sum |hidden|; differentiable.
+    l0:       [layers]           active neurons per token.
+    firing:   int64 [H], a tuple over layers: for how many tokens each neuron was active.
+    """
+
+    ce_loss: Tensor | None = None
+    l1_loss: Tensor | None = None
+    l0: Tensor | None = None
+    firing: tuple[Tensor, ...] | None = None

@@ -1,0 +1,1 @@
+"""Training of sparse language models."""

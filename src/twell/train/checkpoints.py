@@ -1,0 +1,82 @@
+"""Which checkpoints of a run are whole: a manifest, written last, holds the size and hash of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)$")
+_log = logging.getLogger("twell")
+
+
+def write_manifest(folder: Path) -> None:
+    """Declare `folder` complete. Everything in it is on the disk before the manifest is."""
+    files = {}
+    for path in _files(folder):
+        files[str(path.relative_to(folder))] = {
+            "bytes": path.stat().st_size,
+            "blake2b": _hash(path, sync=True),
+        }
+    temporary = folder / f".{MANIFEST}.part"
+    with temporary.open("w") as out:
+        json.dump({"files": files}, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+    temporary.replace(folder / MANIFEST)
+
+
+def fault(folder: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is whole."""
+    try:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}: it was not finished"
+    except (ValueError, KeyError, OSError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    for name, known in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != known["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {known['bytes']}"
+        if _hash(path) != known["blake2b"]:
+            return f"{name} is damaged"
+    return None
+
+
+def newest_whole(run: Path) -> Path | None:
+    """The newest checkpoint of a run that is whole; says which newer ones are not."""
+    for folder in sorted(checkpoints(run), key=step_of, reverse=True):
+        problem = fault(folder)
+        if problem is None:
+            return folder
+        _log.warning("checkpoint %s is left out: %s", folder, problem)
+    return None
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """Folders of checkpoints, whole or not."""
+    return [path for path in run.glob("checkpoint-*") if path.is_dir() and _FOLDER.search(path.name)]
+
+
+def step_of(folder: Path) -> int:
+    return int(_FOLDER.search(folder.name)[1])
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def _hash(path: Path, sync: bool = False) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(1 << 22):
+            digest.update(part)
+        if sync:
+            os.fsync(file.fileno())
+    return digest.hexdigest()

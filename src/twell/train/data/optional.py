@@ -1,0 +1,17 @@
+"""Packages that only some sources need."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+
+def needed(module: str, purpose: str) -> ModuleType:
+    """Import `module`, or say what it is for and how to get it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != missing:
+            raise  # the package is there, something it needs is not
+        raise ImportError(f'{purpose} needs {missing}: pip install "twell[train]"') from error

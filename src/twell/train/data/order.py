@@ -1,0 +1,62 @@
+"""The order of examples: a matter of length, seed and epoch, the same on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from ..._checks import reject, require_positive_int
+
+_CHUNK = 1 << 16
+
+
+class EpochOrder:
+    """A permutation of 0 .. length - 1 for every epoch."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        require_positive_int("length", length)
+        _require_not_negative("seed", seed)
+        self.length = length
+        self.seed = seed
+
+    def indices(self, epoch: int) -> Tensor:
+        """int64 [length] on the CPU."""
+        _require_not_negative("epoch", epoch)
+        # Hashed, since seed + epoch would make epoch 1 of seed 0 equal to epoch 0 of seed 1.
+        digest = hashlib.blake2b(f"{self.seed}\0{epoch}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        return torch.randperm(self.length, generator=generator)
+
+
+class ResumableSampler(Sampler[int]):
+    """`EpochOrder` for a `DataLoader`.
+
+    Set the epoch and skip the batches already seen, and a run goes on as if never interrupted.
+    Every process iterates over the same order; accelerate gives batch k * world + r to process r.
+    """
+
+    def __init__(self, length: int, seed: int, epoch: int = 0) -> None:
+        self._order = EpochOrder(length, seed)
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration."""
+        _require_not_negative("epoch", epoch)
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._order.length
+
+    def __iter__(self) -> Iterator[int]:
+        # In chunks, since a list of all takes several times the memory of the tensor.
+        for chunk in self._order.indices(self.epoch).split(_CHUNK):
+            yield from chunk.tolist()
+
+
+def _require_not_negative(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        reject(name, repr(value), "an integer >= 0")

@@ -1,0 +1,89 @@
+"""From settings to datasets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..._checks import reject
+from ..._log import log_once
+from . import cache, shards
+from .config import DataConfig
+from .packed import PackedDataset
+from .sources import fingerprint
+from .tokenizer import Encoder, obtain_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """All that a run needs of its data.
+
+    held_out:      None where nothing is held out, or too little for one sequence.
+    folder:        the token files, with their `index.json`.
+    train_tokens, held_out_tokens:  as stored; a dataset drops its last, incomplete sequence.
+    vocab_size:    the least a model's vocabulary must be: one above the highest id.
+    """
+
+    train: PackedDataset
+    held_out: PackedDataset | None
+    tokenizer: PreTrainedTokenizerFast
+    folder: Path
+    train_tokens: int
+    held_out_tokens: int
+    train_documents: int
+    held_out_documents: int
+    vocab_size: int
+
+
+def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) -> Prepared:
+    """The datasets and the tokenizer of `config`, from the cache where they are there already.
+
+    Safe to call in every process of a job: one works, the others on its machine wait, and all get the same.
+    verify:  check stored tokens by checksum, not by size alone. What is damaged is built again.
+    """
+    content = fingerprint(config)
+    tokenizer = obtain_tokenizer(config, content=content, quiet=quiet)
+    encoder = Encoder(tokenizer)
+    decisive = (config.text_field, config.held_out, config.held_out_tokens, config.max_tokens, config.seed)
+    folder = (
+        config.cache_folder
+        / "tokens"
+        / cache.key("tokens", shards.FORMAT, content, encoder.fingerprint, *decisive)
+    )
+    index = cache.open_or_build(
+        folder,
+        partial(shards.open_shards, verify=verify),
+        lambda into: shards.write_shards(into, config, encoder, quiet=quiet),
+    )
+
+    def dataset(files: tuple[shards.TokenFile, ...]) -> PackedDataset:
+        paths = [(folder / file.name, file.tokens) for file in files]
+        return PackedDataset(paths, dtype=index.dtype, sequence_length=config.sequence_length)
+
+    if index.train_tokens < config.sequence_length:
+        received = f"{config.source!r}, with {index.train_tokens:,} training tokens"
+        reject("data.source", received, f"at least sequence_length = {config.sequence_length:,} of them")
+    held_out = None
+    if index.held_out_tokens >= config.sequence_length:
+        held_out = dataset(index.held_out)
+    elif config.held_out:
+        log_once(
+            f"no evaluation set: the {index.held_out_documents} held-out documents do not fill a sequence of "
+            f"{config.sequence_length:,} tokens; more documents or a larger data.held_out would"
+        )
+    return Prepared(
+        train=dataset(index.train),
+        held_out=held_out,
+        tokenizer=tokenizer,
+        folder=folder,
+        train_tokens=index.train_tokens,
+        held_out_tokens=index.held_out_tokens,
+        train_documents=index.train_documents,
+        held_out_documents=index.held_out_documents,
+        vocab_size=index.vocab_size,
+    )

@@ -1,0 +1,153 @@
+"""The documents of a corpus, in an order that does not change, and what identifies them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..._checks import reject
+from . import files
+from .config import DataConfig
+from .optional import needed
+
+BUILT_IN = "python"
+HUB_PREFIX = "hf:"
+
+NOT_IN_BUILT_IN = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+)
+"""Folders left out of the built-in corpus: installed packages, test suites, tables of codes, help texts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One entry of `DataConfig.source`, found.
+
+    read:         starts reading anew; documents may be empty.
+    fingerprint:  changes whenever the documents may have.
+    """
+
+    read: Callable[[], Iterator[str]]
+    fingerprint: Any
+
+
+def documents(config: DataConfig) -> Iterator[str]:
+    """The documents that are not empty, valid Unicode, always in the same order.
+
+    Paths are looked up at once, so that a missing one fails here; reading starts with the iteration.
+    """
+    return _not_empty([_found(name, config.text_field) for name in config.sources], config)
+
+
+def fingerprint(config: DataConfig) -> list[Any]:
+    """What decides the documents: names, sizes and times of files, names of Hugging Face datasets."""
+    return [_found(name, config.text_field).fingerprint for name in config.sources]
+
+
+def built_in_files() -> list[Path]:
+    """The .py files of the running Python's standard library, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = _walk(root, skip=NOT_IN_BUILT_IN, wanted=lambda path: path.suffix == ".py")
+    if not found:
+        reject("data.source", f"'python', with no .py file in {root}", "a path or 'hf:NAME' on this Python")
+    return found
+
+
+def _not_empty(sources: list[Source], config: DataConfig) -> Iterator[str]:
+    empty = True
+    for source in sources:
+        for text in source.read():
+            if text and not text.isspace():
+                empty = False
+                yield _valid(text)
+    if empty:
+        reject("data.source", f"{config.source!r}, without text", "a source with at least one document")
+
+
+def _valid(text: str) -> str:
+    """`text` with lone surrogates replaced: JSON can spell them, UTF-8 and tokenizers cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _found(name: str, text_field: str) -> Source:
+    if name == BUILT_IN:
+        paths = built_in_files()
+        return Source(read=lambda: _read_whole(paths), fingerprint=[sys.version, *map(_stat, paths)])
+    if name.startswith(HUB_PREFIX):
+        return _hub(name, text_field)
+    paths = _paths(name)
+    return Source(read=lambda: _read_all(paths, text_field), fingerprint=[_stat(path) for path in paths])
+
+
+def _read_whole(paths: list[Path]) -> Iterator[str]:
+    for path in paths:
+        yield path.read_bytes().decode("utf-8", errors="replace")
+
+
+def _read_all(paths: list[Path], text_field: str) -> Iterator[str]:
+    for path in paths:
+        yield from files.read(path, text_field)
+
+
+def _paths(name: str) -> list[Path]:
+    """The files that `name`, a file or a folder, stands for."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        found = _walk(path, skip=frozenset(), wanted=files.is_readable)
+        if not found:
+            reject("data.source", f"the folder {name}", f"a folder with files in {', '.join(files.SUFFIXES)}")
+        return found
+    if not path.exists():
+        reject("data.source", f"{name!r}, which does not exist", "'python', a file, a folder, or 'hf:NAME'")
+    if not files.is_readable(path):
+        reject("data.source", f"the file {name}", f"files ending in {', '.join(files.SUFFIXES)}")
+    return [path]
+
+
+def _walk(root: Path, *, skip: frozenset[str], wanted: Callable[[Path], bool]) -> list[Path]:
+    """Wanted files below `root`, without hidden ones, sorted by their parts on every system alike."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
+        paths = [Path(folder, name) for name in names if not name.startswith(".")]
+        found += [path for path in paths if wanted(path) and path.is_file()]
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def _stat(path: Path) -> list[str | int]:
+    status = path.stat()
+    return [str(path.resolve()), status.st_size, status.st_mtime_ns]
+
+
+def _hub(name: str, text_field: str) -> Source:
+    parts = name.removeprefix(HUB_PREFIX).split(":")
+    if not parts[0] or len(parts) > 3:
+        reject("data.source", repr(name), "'hf:NAME', 'hf:NAME:CONFIG' or 'hf:NAME:CONFIG:SPLIT'")
+    dataset, config, split = (*parts, "", "")[:3]
+    local = Path(dataset).expanduser()
+    # A local folder can change under the same name; a dataset of the Hub is taken to stay as it is.
+    content = [_stat(path) for path in _walk(local, skip=frozenset(), wanted=Path.is_file)]
+    if local.is_dir():
+        dataset = str(local)
+    return Source(
+        read=lambda: _read_hub(name, dataset, config, split, text_field), fingerprint=[name, *content]
+    )
+
+
+def _read_hub(name: str, dataset: str, config: str, split: str, text_field: str) -> Iterator[str]:
+    datasets = needed("datasets", f"reading {name!r}")
+    try:
+        records = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
+    except (FileNotFoundError, ValueError) as error:
+        raise ValueError(f"data.source: cannot open {name!r}: {error}") from error
+    for number, record in enumerate(records, start=1):
+        yield files.text_of(record, text_field, f"{name}, record {number}")

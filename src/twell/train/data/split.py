@@ -1,0 +1,57 @@
+"""Which documents are held out: a matter of their text and the seed, not of their place in the corpus."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+
+import numpy as np
+
+_RANKS = 1 << 64
+
+
+def rank(text: str, seed: int) -> int:
+    """A number below 2**64, evenly spread, that text and seed alone decide."""
+    digest = hashlib.blake2b(f"{seed}\0{text}".encode(), digest_size=8, person=b"twell split")
+    return int.from_bytes(digest.digest(), "little")
+
+
+def is_held_out(document_rank: int, share: float) -> bool:
+    """Whether a document of this rank belongs to the held-out `share`."""
+    return document_rank < share * _RANKS
+
+
+class HeldOut:
+    """The held-out documents of lowest rank, `limit` tokens of them.
+
+    Choosing by rank, not by arrival, makes the evaluation set a sample of the whole corpus, the same for any
+    order of its files. What does not fit is dropped, not trained on: a copy of it may be in the set.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tokens = 0
+        self._arrivals = 0
+        self._highest_first: list[tuple[int, int, np.ndarray]] = []
+
+    def wants(self, document_rank: int) -> bool:
+        """Whether a document of this rank would be kept as things stand."""
+        return self._tokens < self._limit or document_rank < -self._highest_first[0][0]
+
+    def add(self, document_rank: int, tokens: np.ndarray) -> None:
+        """Keep a document, and let go of those it makes superfluous."""
+        self._arrivals += 1  # settles ties between equal texts, since arrays do not compare
+        heapq.heappush(self._highest_first, (-document_rank, self._arrivals, tokens))
+        self._tokens += len(tokens)
+        while self._tokens - len(self._highest_first[0][2]) >= self._limit:
+            self._tokens -= len(heapq.heappop(self._highest_first)[2])
+
+    def documents(self) -> list[np.ndarray]:
+        """The documents by rank, together `limit` tokens at most: the last one may be cut."""
+        kept = [
+            tokens for _, _, tokens in sorted(self._highest_first, key=lambda entry: (-entry[0], entry[1]))
+        ]
+        excess = self._tokens - self._limit
+        if excess > 0:
+            kept[-1] = kept[-1][: len(kept[-1]) - excess]
+        return kept

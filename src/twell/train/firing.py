@@ -1,0 +1,73 @@
+"""Which neurons fire, over all processes: exact counts, at the price of one reduction per optimiser step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class FiringTracker:
+    """Counts of every layer's neurons since the last report, and for how many tokens each has been silent.
+
+    Layers lie one after the other in flat tensors [N], N the neurons of all layers. Nothing waits for the
+    device until something is asked for.
+    """
+
+    def __init__(self, layer_sizes: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self.layer_sizes = tuple(layer_sizes)
+        neurons = sum(self.layer_sizes)
+        # The last entry counts tokens, so that one reduction brings both.
+        self._step = torch.zeros(neurons + 1, dtype=torch.int64, device=device)
+        self._window = torch.zeros(neurons + 1, dtype=torch.int64, device=device)
+        self.silent = torch.zeros(neurons, dtype=torch.int64, device=device)
+
+    def add(self, firing: Sequence[Tensor], tokens: int) -> None:
+        """Counts of one micro-batch on this process: int64 [H] per layer."""
+        if tuple(counts.numel() for counts in firing) != self.layer_sizes:
+            sizes = tuple(counts.numel() for counts in firing)
+            raise ValueError(f"firing: got layers of {sizes}; accepted: {self.layer_sizes}")
+        self._step[:-1] += torch.cat([counts.detach() for counts in firing])
+        self._step[-1] += tokens
+
+    def finish_step(self) -> None:
+        """End of an optimiser step, on every process."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self._step)
+        fired, tokens = self._step[:-1] > 0, self._step[-1]
+        self.silent = torch.where(fired, 0, self.silent + tokens)
+        self._window += self._step
+        self._step.zero_()
+
+    def active_per_token(self, reset: bool = True) -> list[float] | None:
+        """Mean active neurons per token of every layer since the last reset; None without any token."""
+        sums = [part.sum() for part in self._window[:-1].split(self.layer_sizes)]
+        totals = torch.stack([*sums, self._window[-1]]).tolist()
+        if reset:
+            self._window.zero_()
+        return [total / totals[-1] for total in totals[:-1]] if totals[-1] else None
+
+    def dead(self, after: int) -> list[Tensor]:
+        """bool [H] per layer: neurons that have been silent for at least `after` tokens."""
+        return list((self.silent >= after).split(self.layer_sizes))
+
+    def dead_shares(self, after: int) -> list[float]:
+        return torch.stack([part.double().mean() for part in self.dead(after)]).tolist()
+
+    def revived(self, layer: int, neurons: Tensor) -> None:
+        """Neurons (indices) of a layer that start anew."""
+        self.silent.split(self.layer_sizes)[layer][neurons] = 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The same on every process, after `finish_step`."""
+        return {"silent": self.silent.cpu(), "window": self._window.cpu()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        if state["silent"].shape != self.silent.shape:
+            raise ValueError(
+                f"firing state: got {state['silent'].numel()} neurons; accepted: {self.silent.numel()}"
+            )
+        self.silent.copy_(state["silent"])
+        self._window.copy_(state["window"])

@@ -1,0 +1,54 @@
+"""Ctrl-C and SIGTERM end a run after the step at hand, with a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+
+class SaveOnInterrupt(TrainerCallback):
+    """The first signal saves and stops; a second one stops at once.
+
+    Processes must agree on the step: with several of them the signal is looked at when metrics are logged.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> SaveOnInterrupt:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: object) -> None:
+        self.interrupted = True
+        self._restore()  # the next one is not ours
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._all_stop(args, state.global_step):
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _all_stop(self, args, step: int) -> bool:
+        if not (dist.is_available() and dist.is_initialized()):
+            return self.interrupted
+        if step % args.logging_steps:
+            return False
+        flag = torch.tensor(int(self.interrupted), device=args.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.interrupted = bool(flag.item())
+        return self.interrupted

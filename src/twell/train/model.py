@@ -1,0 +1,94 @@
+"""The model of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+
+from .. import hf
+from .._checks import reject
+from ..plan import Plan
+from .config import ModelConfig
+
+_SPARSE = {"llama": hf.SparseLlamaConfig, "qwen2": hf.SparseQwen2Config}
+_DENSE = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+_OPTIMISER_SHARDS = "ACCELERATE_USE_FSDP"
+
+
+def build_model(config: ModelConfig, *, vocab_size: int, eos_token_id: int, sequence_length: int, l1: float):
+    """The model, on the CPU in float32. Draws weights from torch's global generator.
+
+    vocab_size:  of the tokenizer; a checkpoint's may be larger.
+    l1:          the L1 weight that its config is to name.
+    """
+    if config.init_from is None:
+        model = AutoModelForCausalLM.from_config(_config(config, vocab_size, eos_token_id, l1))
+    else:
+        model = _from_checkpoint(config, vocab_size, l1)
+        positions = model.config.max_position_embeddings
+        if sequence_length > positions:
+            reject(
+                "data.sequence_length",
+                sequence_length,
+                f"at most the {positions} positions of the checkpoint",
+            )
+    layers = hf.sparse_mlps(model)
+    for mlp in layers:
+        mlp.plan = None if config.plan is None else Plan.parse(config.plan)
+    if layers and os.environ.get(_OPTIMISER_SHARDS, "").lower() in ("1", "true"):
+        hf.set_neuron_major(model, False)  # FSDP shards contiguous parameters only
+    return model.float()
+
+
+def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
+    shared = {
+        "vocab_size": -(-vocab_size // 64) * 64,  # whole tiles in the last product
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads or config.heads,
+        "max_position_embeddings": config.positions,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "bos_token_id": None,
+        "eos_token_id": eos_token_id,
+        "use_cache": True,
+    }
+    if config.dense:
+        return _DENSE[config.architecture](**shared, hidden_act=config.activation)
+    return _SPARSE[config.architecture](
+        **shared,
+        sparsity_l1_coeff=l1,
+        sparsity_gated_mlp=config.gated,
+        sparsity_activation=config.activation,
+    )
+
+
+def check_checkpoint(path: str) -> None:
+    """Before anything else is done: `path` must be a folder, or look like a name on the Hub."""
+    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+        reject("model.init_from", repr(path), "a folder with a checkpoint, or the name of one on the Hub")
+
+
+def _from_checkpoint(config: ModelConfig, vocab_size: int, l1: float) -> PreTrainedModel:
+    path = config.init_from
+    found = AutoConfig.from_pretrained(path)
+    if found.vocab_size < vocab_size:
+        reject(
+            "data.tokenizer",
+            f"a vocabulary of {vocab_size}",
+            f"at most {found.vocab_size}, the vocabulary of {path}",
+        )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    if config.dense:
+        if found.hidden_act != config.activation:
+            reject("model.activation", repr(config.activation), f"{found.hidden_act!r}, as {path} has it")
+        return model
+    if not hasattr(found, "sparsity_activation"):
+        return hf.relufy(model, activation=config.activation, l1_coeff=l1)
+    model.config.sparsity_l1_coeff = l1
+    return model

@@ -1,0 +1,135 @@
+"""Named runs for `twell train --preset NAME`: each a dictionary of settings over the defaults."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from .._checks import reject
+
+Settings = dict[str, Any]
+
+
+def tiny() -> Settings:
+    """A few minutes on two CPU cores, on the source of Python's standard library."""
+    return {
+        "model": {
+            "hidden_size": 192,
+            "intermediate_size": 768,
+            "layers": 3,
+            "heads": 3,
+            "positions": 256,
+        },
+        "data": {"source": "python", "vocab_size": 2048, "sequence_length": 128, "max_tokens": 3_000_000},
+        "recipe": {"l1": 2e-3, "l1_start": 40, "l1_end": 120},
+        "train": {
+            "steps": 400,
+            "batch": 16,
+            "lr": 3e-3,
+            "warmup": 40,
+            "eval_every": 100,
+            "save_every": 200,
+            "log_every": 10,
+        },
+    }
+
+
+def small() -> Settings:
+    """About 100M parameters, one GPU."""
+    return {
+        "model": {
+            "hidden_size": 768,
+            "intermediate_size": 2560,
+            "layers": 12,
+            "heads": 12,
+            "positions": 1024,
+        },
+        "data": {"vocab_size": 16384, "sequence_length": 512},
+        "recipe": {"l1": 2e-5, "l1_start": 100, "l1_end": 400},
+        "train": {
+            "steps": 2000,
+            "batch": 64,
+            "lr": 1e-3,
+            "warmup": 100,
+            "precision": "bfloat16",
+            "eval_every": 500,
+            "save_every": 500,
+            "log_every": 20,
+            "workers": 4,
+        },
+    }
+
+
+def _paper(layers: int, steps: int) -> Settings:
+    return {
+        "model": {
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "layers": layers,
+            "heads": 32,
+            "positions": 2048,
+        },
+        "data": {
+            "source": "hf:HuggingFaceFW/fineweb-edu",
+            "tokenizer": "HuggingFaceTB/SmolLM2-135M",
+            "sequence_length": 2048,
+            "max_tokens": steps * 512 * 2048,
+            "held_out": 0.001,
+        },
+        "recipe": {"l1": 2e-5},
+        "train": {
+            "steps": steps,
+            "batch": 512,  # 1,048,576 tokens
+            "micro_batch": 16,
+            "lr": 1e-3,
+            "warmup": 600,
+            "precision": "bfloat16",
+            "checkpointing": True,
+            "eval_every": 1000,
+            "save_every": 500,
+            "log_every": 10,
+            "keep": 3,
+            "workers": 4,
+        },
+    }
+
+
+def relufy() -> Settings:
+    """A dense (SiLU) checkpoint becomes sparse: its activation is swapped, training goes on, L1 rises.
+
+    Needs model.init_from.
+    """
+    return {
+        "data": {"sequence_length": 512},
+        "recipe": {"l1": 2e-5, "l1_start": 200, "l1_end": 1000},
+        "train": {
+            "steps": 2000,
+            "batch": 64,
+            "lr": 1e-4,
+            "warmup": 100,
+            "precision": "bfloat16",
+            "eval_every": 500,
+            "save_every": 500,
+        },
+    }
+
+
+PRESETS: dict[str, Callable[[], Settings]] = {
+    "tiny": tiny,
+    "small": small,
+    "paper-0.5b": lambda: _paper(8, 10_000),
+    "paper-1b": lambda: _paper(18, 20_000),
+    "paper-1.5b": lambda: _paper(28, 30_000),
+    "paper-2b": lambda: _paper(38, 40_000),
+    "relufy": relufy,
+}
+
+
+def preset(name: str) -> Settings:
+    """The settings of a preset, with its name."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        reject("preset", repr(name), f"one of {', '.join(PRESETS)}{hint}")
+    return {"preset": name, **PRESETS[name]()}

@@ -1,0 +1,71 @@
+"""What a run shows while it runs, on the first process."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import TrainerCallback
+
+
+class ProgressBar(TrainerCallback):
+    """A bar with loss, active and dead neurons, tokens per second, time left; lines without a terminal."""
+
+    def __init__(self, tokens_per_step: int, console: Console) -> None:
+        self.tokens_per_step, self.console = tokens_per_step, console
+        self.bar: Progress | None = None
+        self._last = (0, 0.0)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._last = state.global_step, perf_counter()
+        if not state.is_world_process_zero or not self.console.is_terminal:
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}"),
+        )
+        self.bar = Progress(*columns, console=self.console)
+        self._task = self.bar.add_task("", total=state.max_steps, completed=state.global_step, status="")
+        self.bar.start()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(self._task, completed=state.global_step)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        if "eval_loss" in logs:
+            nnz = f", nnz {logs['eval_nnz']:.1f}" if "eval_nnz" in logs else ""
+            self._say(f"step {state.global_step}: held-out cross-entropy {logs['eval_loss']:.4f}{nnz}")
+            self._last = state.global_step, perf_counter()
+        elif "ce_loss" in logs:
+            step, then = self._last
+            now = perf_counter()
+            rate = (state.global_step - step) * self.tokens_per_step / max(now - then, 1e-9)
+            self._last = state.global_step, now
+            status = f"loss {logs['ce_loss']:.3f}"
+            if "nnz" in logs:
+                status += f"  nnz {logs['nnz']:.1f}  dead {logs['dead']:.1%}"
+            status += f"  {rate:,.0f} tokens/s"
+            if self.bar is not None:
+                self.bar.update(self._task, status=status)
+            else:
+                left = (state.max_steps - state.global_step) * self.tokens_per_step / max(rate, 1e-9)
+                self._say(f"step {state.global_step}/{state.max_steps}  {status}  {left:,.0f} s left")
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.close()
+
+    def close(self) -> None:
+        """Also when training ends by an error: a live bar would hide it."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+    def _say(self, text: str) -> None:
+        self.console.print(text, highlight=False)

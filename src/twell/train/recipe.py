@@ -1,0 +1,127 @@
+"""The sparsity recipe as a trainer callback: the L1 schedule, firing statistics, revival of dead neurons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from .._checks import reject
+from ..hf import sparse_mlps
+from .config import RunConfig
+from .firing import FiringTracker
+from .revival import revive, seeded
+from .schedule import L1Schedule
+
+STATE_FILE = "sparsity.safetensors"
+
+
+class Recipe(TrainerCallback):
+    """Sets the L1 weight before every step, counts who fires, revives dead neurons after steps.
+
+    Stock dense models have no neurons to look after: for them only the cross-entropy is kept.
+    """
+
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self.config = config
+        recipe = config.recipe
+        self.schedule = L1Schedule(weight=recipe.l1, start=recipe.l1_start, end=recipe.l1_end)
+        self.layers = sparse_mlps(model)
+        self.std = getattr(model.config, "initializer_range", 0.02)
+        self.tracker: FiringTracker | None = None
+        self.revived = 0
+        self._l1_weight = 0.0
+        self._sums: Tensor | None = (
+            None  # float64: cross-entropy over tokens, tokens, L1 over batches, batches
+        )
+
+    def prepare(self, device: torch.device) -> None:
+        """Before training; again with every `train()`."""
+        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        if self.layers:
+            self.tracker = FiringTracker([mlp.intermediate_size for mlp in self.layers], device)
+
+    def note(self, outputs: Mapping[str, Any], labels: Tensor, num_items: Tensor | int | None) -> None:
+        """What a micro-batch of training gave on this process."""
+        counted = (labels[..., 1:] != -100).sum()
+        loss = outputs.get("ce_loss")
+        loss = outputs["loss"] if loss is None else loss
+        total = loss.detach().double() * (counted if num_items is None else num_items)
+        l1 = outputs.get("l1_loss")
+        l1 = torch.zeros_like(total) if l1 is None else l1.detach().double()
+        self._sums += torch.stack([total, counted.double(), l1, torch.ones_like(total)])
+        if self.tracker is not None:
+            self.tracker.add(outputs["firing"], labels.numel())
+
+    def report(self) -> dict[str, float]:
+        """Means since the last report, over all processes: call it on every one."""
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(self._sums)
+        total, tokens, l1, batches = self._sums.tolist()
+        self._sums.zero_()
+        found = {"ce_loss": total / tokens} if tokens else {}
+        if self.tracker is not None:
+            found |= {"l1_loss": l1 / batches} if batches else {}
+            found |= {"l1_weight": self._l1_weight, "revived": self.revived}
+            active = self.tracker.active_per_token()
+            if active is not None:
+                found |= {"nnz": sum(active) / len(active)}
+                found |= {f"nnz_layer_{layer}": value for layer, value in enumerate(active)}
+            dead = self.tracker.dead_shares(self.config.dead_after)
+            found |= {"dead": sum(dead) / len(dead)}
+            found |= {f"dead_layer_{layer}": value for layer, value in enumerate(dead)}
+        return found
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        if self.layers:
+            self._l1_weight = self.schedule(state.global_step)
+            _unwrapped(model).l1_weight = self._l1_weight
+
+    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if self.tracker is None:
+            return
+        self.tracker.finish_step()
+        every = self.config.recipe.revive_every
+        step = state.global_step
+        if every and step % every == 0 and step < self.config.revive_until:
+            self.revive_dead(step, optimizer)
+
+    def revive_dead(self, step: int, optimizer: torch.optim.Optimizer | None) -> None:
+        if type(optimizer).__module__.startswith("deepspeed"):
+            reject(
+                "recipe.revive_every",
+                self.config.recipe.revive_every,
+                "0 under DeepSpeed, which hides weights",
+            )
+        for layer, (mlp, dead) in enumerate(
+            zip(self.layers, self.tracker.dead(self.config.dead_after), strict=True)
+        ):
+            generator = seeded(self.config.train.seed, step, layer)
+            neurons = revive(mlp, dead, std=self.std, generator=generator, optimizer=optimizer)
+            self.tracker.revived(layer, neurons)
+            self.revived += neurons.numel()
+
+    def save(self, folder: Path) -> None:
+        if self.tracker is not None:
+            save_file(
+                self.tracker.state_dict() | {"revived": torch.tensor(self.revived)}, folder / STATE_FILE
+            )
+
+    def load(self, folder: Path) -> None:
+        if self.tracker is not None:
+            state = load_file(folder / STATE_FILE)
+            self.revived = int(state.pop("revived"))
+            self.tracker.load_state_dict(state)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Behind DDP's and the compiler's wrappers."""
+    while hasattr(model, "module") or hasattr(model, "_orig_mod"):
+        model = getattr(model, "_orig_mod", None) or model.module
+    return model

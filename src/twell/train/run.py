@@ -1,0 +1,240 @@
+"""A training run from its config to its directory.
+
+config.yaml     the resolved settings
+metrics.jsonl   every log and evaluation
+checkpoint-N/   model, optimiser, schedule, random state, firing statistics, manifest
+model/          the trained model and its tokenizer, once the run is through
+summary.json    what came out
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import TrainingArguments, default_data_collator
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from .._checks import reject
+from .checkpoints import checkpoints, newest_whole
+from .config import RunConfig
+from .data import Prepared, prepare
+from .interrupt import SaveOnInterrupt
+from .metrics import MetricsFile, read_metrics
+from .model import build_model, check_checkpoint
+from .progress import ProgressBar
+from .settings import read_settings, run_config, to_yaml
+from .trainer import SparseTrainer
+
+CONFIG, METRICS, SUMMARY, MODEL = "config.yaml", "metrics.jsonl", "summary.json", "model"
+
+# Settings that do not change what is computed, and may therefore differ when a run is resumed.
+HARMLESS = {
+    "train": {"eval_every", "save_every", "log_every", "keep", "workers", "report", "micro_batch"},
+    "data": {"cache"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """finished: False if it was interrupted; it can be resumed then. summary: as in summary.json."""
+
+    folder: Path
+    finished: bool
+    summary: dict[str, Any]
+
+
+def train(
+    config: RunConfig, folder: Path, *, resume: bool = False, console: Console | None = None
+) -> RunResult:
+    """Train in `folder`; with `resume` go on from its newest whole checkpoint, or from the start without one.
+
+    Run it in one process, or in each of several that torchrun or `accelerate launch` have started.
+    """
+    console = console or Console()
+    if config.model.init_from is not None:
+        check_checkpoint(config.model.init_from)
+    first = int(os.environ.get("RANK", "0")) == 0
+    _claim(config, folder, resume, first)
+    data = prepare(_data_config(config), quiet=not first)
+    _check_held_out(config, data)
+    torch.manual_seed(config.train.seed)
+    model = build_model(
+        config.model,
+        vocab_size=len(data.tokenizer),
+        eos_token_id=data.tokenizer.eos_token_id,
+        sequence_length=config.data.sequence_length,
+        l1=config.recipe.l1,
+    )
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with SaveOnInterrupt() as interrupt:
+        progress = ProgressBar(config.tokens_per_step, console)
+        metrics = MetricsFile(folder / METRICS, config.tokens_per_step)
+        trainer = SparseTrainer(
+            model=model,
+            args=training_arguments(config, folder),
+            train_dataset=data.train,
+            eval_dataset=data.held_out,
+            processing_class=data.tokenizer,
+            data_collator=default_data_collator,
+            callbacks=[metrics, progress, interrupt],
+            run=config,
+        )
+        trainer.remove_callback(PrinterCallback)
+        checkpoint = newest_whole(folder) if resume else None
+        try:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        finally:
+            progress.close()
+        if interrupt.interrupted and trainer.state.global_step < config.train.steps:
+            return RunResult(folder=folder, finished=False, summary={"step": trainer.state.global_step})
+        return _finish(trainer, config, folder, data)
+
+
+def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
+    train = config.train
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    micro = train.micro_batch or max(train.batch // world, 1)
+    if train.batch % (micro * world):
+        reject(
+            "train.batch",
+            train.batch,
+            f"a multiple of micro_batch x processes = {micro} x {world}",
+        )
+    decay = {"lr_scheduler_type": "cosine"}
+    if train.final_lr:
+        decay = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": train.final_lr}}
+    cuda = torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=train.steps,
+        per_device_train_batch_size=micro,
+        per_device_eval_batch_size=micro,
+        gradient_accumulation_steps=train.batch // (micro * world),
+        learning_rate=train.lr,
+        warmup_steps=train.warmup,
+        **decay,
+        adam_beta1=train.beta1,
+        adam_beta2=train.beta2,
+        adam_epsilon=train.eps,
+        weight_decay=train.weight_decay,
+        max_grad_norm=train.clip,
+        optim="adamw_torch_fused" if cuda else "adamw_torch",
+        bf16=train.precision == "bfloat16",
+        fp16=train.precision == "float16",
+        gradient_checkpointing=train.checkpointing,
+        # The penalty's gradient flows through what a checkpoint computes again.
+        gradient_checkpointing_kwargs={"use_reentrant": False} if train.checkpointing else None,
+        torch_compile=train.compile,
+        eval_strategy="steps" if train.eval_every else "no",
+        eval_steps=train.eval_every or None,
+        save_strategy="steps",
+        save_steps=train.save_every or train.steps,
+        save_total_limit=None,  # `SparseTrainer` drops old ones once a newer one is whole
+        logging_steps=train.log_every,
+        logging_nan_inf_filter=False,  # it waits for the device in every step
+        report_to=list(train.report) or "none",
+        seed=train.seed,
+        dataloader_num_workers=train.workers,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=cuda,
+        ddp_find_unused_parameters=False,
+        remove_unused_columns=False,
+        prediction_loss_only=True,
+        disable_tqdm=True,
+        use_cpu=not cuda,
+    )
+
+
+def _claim(config: RunConfig, folder: Path, resume: bool, first: bool) -> None:
+    """Refuse to mix runs; write the config of a new one."""
+    path = folder / CONFIG
+    if resume:
+        if not path.is_file():
+            reject("resume", str(folder), f"the folder of a run, with its {CONFIG}")
+        different = differences(run_config(read_settings(path)), config)
+        if different:
+            reject("settings", ", ".join(different), f"those of the run, in {path}")
+        return
+    if first:
+        # A config alone is what a run leaves that failed before its first step.
+        if any((folder / name).exists() for name in (METRICS, MODEL)) or checkpoints(folder):
+            reject("out", str(folder), "a new folder; to go on with that run: --resume")
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_yaml(config))
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Settings that change what is computed and are not the same, as section.key=old->new."""
+    found = []
+    for section in ("model", "data", "recipe", "train"):
+        before, after = one.as_dict()[section], other.as_dict()[section]
+        for key in before:
+            if key not in HARMLESS.get(section, ()) and before[key] != after[key]:
+                found.append(f"{section}.{key}={before[key]}->{after[key]}")
+    return found
+
+
+def _data_config(config: RunConfig):
+    """A checkpoint that is trained further brings its tokenizer."""
+    if config.model.init_from is not None and config.data.tokenizer == "train":
+        return dataclasses.replace(config.data, tokenizer=config.model.init_from)
+    return config.data
+
+
+def _check_held_out(config: RunConfig, data: Prepared) -> None:
+    if config.train.eval_every and data.held_out is None:
+        reject(
+            "data.held_out",
+            config.data.held_out,
+            "enough held-out text for one sequence, or train.eval_every=0",
+        )
+
+
+def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepared) -> RunResult:
+    """Evaluate, save the model, sum up."""
+    evaluated = trainer.evaluate() if data.held_out is not None else {}
+    target, temporary = folder / MODEL, folder / f".{MODEL}.part"
+    if trainer.is_world_process_zero():
+        shutil.rmtree(temporary, ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+    trainer.save_model(str(temporary))
+    summary = _summary(trainer, config, folder, data, evaluated)
+    if trainer.is_world_process_zero():
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.replace(target)
+        (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+    trainer.accelerator.wait_for_everyone()
+    return RunResult(folder=folder, finished=True, summary=summary)
+
+
+def _summary(
+    trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepared, evaluated: dict[str, float]
+) -> dict[str, Any]:
+    logs = [line for line in read_metrics(folder / METRICS) if "tokens_per_second" in line]
+    rates = sorted(line["tokens_per_second"] for line in logs)
+    last = logs[-1] if logs else {}
+    return {
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.global_step * config.tokens_per_step,
+        "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "train_ce_loss": last.get("ce_loss"),
+        "held_out_ce_loss": evaluated.get("eval_loss"),
+        "held_out_perplexity": evaluated.get("eval_perplexity"),
+        "held_out_nnz": evaluated.get("eval_nnz"),
+        "nnz": last.get("nnz"),
+        "dead": last.get("dead"),
+        "revived": last.get("revived"),
+        "tokens_per_second": rates[len(rates) // 2] if rates else None,
+        "data_tokens": data.train_tokens,
+        "processes": trainer.args.world_size,
+    }

@@ -1,0 +1,156 @@
+"""`RunConfig` from dictionaries, YAML files and `key=value` arguments; says which name was meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .._checks import reject
+from .config import RunConfig
+
+_SECTIONS = {f.name: f for f in dataclasses.fields(RunConfig)}
+
+
+def run_config(settings: Mapping[str, Any]) -> RunConfig:
+    """A `RunConfig` from nested dictionaries; what is not named keeps its default."""
+    hints = typing.get_type_hints(RunConfig)
+    values: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name not in _SECTIONS:
+            reject("setting", repr(name), _accepted(name, _SECTIONS))
+        if not dataclasses.is_dataclass(hints[name]):
+            values[name] = value
+            continue
+        if not isinstance(value, Mapping):
+            reject(name, repr(value), "a section of settings")
+        values[name] = _section(name, hints[name], value)
+    return RunConfig(**values)
+
+
+def _section(name: str, kind: type, settings: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    unknown = [key for key in settings if key not in hints]
+    if unknown:
+        reject(f"{name}.{unknown[0]}", repr(settings[unknown[0]]), _accepted(unknown[0], hints))
+    return kind(**{key: _converted(f"{name}.{key}", value, hints[key]) for key, value in settings.items()})
+
+
+def _converted(name: str, value: Any, wanted: Any) -> Any:
+    """`value` as the type of its field; YAML reads 1e-3 as text and 1 as an integer."""
+    options = typing.get_args(wanted) if _is_union(wanted) else (wanted,)
+    if value is None and type(None) in options:
+        return None
+    for option in options:
+        converted = _as(option, value)
+        if converted is not None:
+            return converted
+    names = " or ".join(_name(option) for option in options)
+    return reject(name, repr(value), names)
+
+
+def _as(kind: Any, value: Any) -> Any:
+    """None if it does not fit."""
+    if typing.get_origin(kind) is tuple:
+        inner = typing.get_args(kind)[0]
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            return None
+        items = tuple(_as(inner, item) for item in value)
+        return None if None in items else items
+    if kind is bool or isinstance(value, bool):
+        return value if kind is bool and isinstance(value, bool) else None
+    if kind is int:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        return value if isinstance(value, int) else None
+    if kind is float:
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            return None
+    return value if isinstance(value, kind) else None
+
+
+def _is_union(kind: Any) -> bool:
+    return typing.get_origin(kind) in (typing.Union, types.UnionType)
+
+
+def _name(kind: Any) -> str:
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "null"}
+    return names.get(kind, "a list")
+
+
+def _accepted(name: str, names: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(name, names, n=1)
+    known = ", ".join(names)
+    return f"one of {known}" + (f"; did you mean {near[0]!r}?" if near else "")
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a YAML file."""
+    if not path.is_file():
+        reject("config", str(path), "a YAML file that exists")
+    try:
+        settings = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        reject("config", f"{path}: {error}", "valid YAML")
+    if settings is None:
+        return {}
+    if not isinstance(settings, dict):
+        reject("config", f"{path} with a {type(settings).__name__}", "a mapping of sections")
+    return settings
+
+
+def with_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Settings with `section.key=value` arguments laid over; a key without section is looked up in all."""
+    merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in settings.items()}
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            reject("override", repr(override), "key=value, such as train.steps=100")
+        section, name = _place(key.strip())
+        if not isinstance(merged.setdefault(section, {}), dict):
+            reject("override", repr(override), f"a key of a section, not {section!r} itself")
+        merged[section][name] = yaml.safe_load(text)
+    return merged
+
+
+def _place(key: str) -> tuple[str, str]:
+    """The section and name that `key` stands for."""
+    hints = typing.get_type_hints(RunConfig)
+    sections = {n: typing.get_type_hints(k) for n, k in hints.items() if dataclasses.is_dataclass(k)}
+    section, dot, name = key.partition(".")
+    if dot:
+        if section not in sections:
+            reject("override", repr(key), _accepted(section, sections))
+        if name not in sections[section]:
+            reject("override", repr(key), _accepted(name, sections[section]))
+        return section, name
+    found = [(section, key) for section, names in sections.items() if key in names]
+    if not found:
+        every = {f"{section}.{name}": None for section, names in sections.items() for name in names}
+        short = {name.split(".")[1]: name for name in every}
+        near = difflib.get_close_matches(key, [*short, *every], n=1)
+        hint = f"; did you mean {short.get(near[0], near[0])!r}?" if near else ""
+        reject("override", repr(key), f"a setting, section.key{hint}")
+    if len(found) > 1:
+        names = " or ".join(f"{section}.{name}" for section, name in found)
+        reject("override", repr(key), f"{names}: it is in more than one section")
+    return found[0]
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole of it, as YAML that `read_settings` reads back."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items()}
+        return list(value) if isinstance(value, tuple) else value
+
+    return yaml.safe_dump(plain(config.as_dict()), sort_keys=False)

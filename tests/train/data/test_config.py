@@ -1,0 +1,55 @@
+"""Settings: what is accepted, and where things are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from twell.train.data import DataConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("source", ""),
+        ("source", ()),
+        ("source", ("a", 3)),
+        ("source", None),
+        ("text_field", ""),
+        ("tokenizer", None),
+        ("vocab_size", 256),
+        ("vocab_size", 300.0),
+        ("tokenizer_bytes", 0),
+        ("sequence_length", 0),
+        ("sequence_length", True),
+        ("held_out", 1.0),
+        ("held_out", -0.1),
+        ("held_out", float("nan")),
+        ("held_out", "0.1"),
+        ("held_out_tokens", 0),
+        ("max_tokens", 100),
+        ("max_tokens", 1e9),
+        ("seed", -1),
+        ("cache", ""),
+    ],
+)
+def test_a_bad_setting_is_named(field, value):
+    with pytest.raises(ValueError, match=rf"^data\.{field}: got .*; accepted: "):
+        DataConfig(**{field: value})
+
+
+def test_a_list_of_sources_becomes_a_tuple():
+    config = DataConfig(source=["a.txt", "b"])
+    assert config.source == config.sources == ("a.txt", "b")
+    assert DataConfig(source="a.txt").sources == ("a.txt",)
+    assert DataConfig(**dataclasses.asdict(config)) == config
+
+
+def test_the_cache_follows_the_environment(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert DataConfig().cache_folder == Path("/somewhere/twell/data")
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert DataConfig().cache_folder == Path("~/.cache/twell/data").expanduser()
+    assert DataConfig(cache="~/mine").cache_folder == Path("~/mine").expanduser()

@@ -1,0 +1,47 @@
+"""Small runs for tests: a corpus of our own source text and a model that trains in seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import twell
+from twell.train.settings import run_config, with_overrides
+
+SETTINGS = {
+    "model": {"hidden_size": 32, "intermediate_size": 96, "layers": 2, "heads": 2, "positions": 64},
+    "data": {"vocab_size": 384, "sequence_length": 32, "held_out": 0.1, "held_out_tokens": 2000},
+    "recipe": {"l1": 1e-3, "l1_start": 2, "l1_end": 4},
+    "train": {
+        "steps": 12,
+        "batch": 4,
+        "lr": 3e-3,
+        "warmup": 2,
+        "save_every": 4,
+        "log_every": 1,
+        "keep": 4,
+    },
+}
+
+
+def write_corpus(folder: Path) -> Path:
+    """A folder of text files."""
+    folder.mkdir(parents=True)
+    sources = sorted(Path(twell.__file__).parent.glob("*.py"))
+    for source in sources:
+        (folder / f"{source.stem}.txt").write_text(source.read_text())
+    return folder
+
+
+def small_run(corpus: Path, *overrides: str):
+    settings = {
+        **SETTINGS,
+        "data": {**SETTINGS["data"], "source": str(corpus), "cache": str(corpus.parent / "cache")},
+    }
+    return run_config(with_overrides(settings, overrides))
+
+
+def logged(folder: Path, *names: str) -> list[tuple]:
+    """(step, values) of every training log."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], *(line[name] for name in names)) for line in lines if "ce_loss" in line]

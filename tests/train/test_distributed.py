@@ -1,0 +1,70 @@
+"""Two processes over gloo give the run of one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from twell.train.settings import to_yaml
+
+from .runs import logged, small_run, write_corpus
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(processes, *arguments):
+    """`twell train` in its own processes."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = command if processes > 1 else [sys.executable]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    result = subprocess.run(
+        [*command, "-m", "twell.cli", "train", *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.mark.slow
+def test_two_processes_equal_one_and_resume(tmp_path):
+    """Neurons that fire above 0.3 only: some are silent, are revived, and are the same ones everywhere."""
+    corpus = write_corpus(tmp_path / "corpus")
+    config = small_run(
+        corpus,
+        "train.micro_batch=1",
+        "train.steps=6",
+        "train.save_every=3",
+        "train.eval_every=3",
+        "recipe.revive_every=2",
+        "model.activation=fatrelu(0.3)",
+    )
+    (tmp_path / "run.yaml").write_text(to_yaml(config))
+    for processes in (1, 2):
+        out = launch(processes, "--config", tmp_path / "run.yaml", "--out", tmp_path / f"run{processes}")
+        assert "held_out_ce_loss" in out
+    values = ("loss", "ce_loss", "l1_loss", "nnz", "dead", "revived")
+    one, two = (logged(tmp_path / f"run{n}", *values) for n in (1, 2))
+    assert len(one) == 6
+    assert one[-1][-1] > 0
+    for a, b in zip(one, two, strict=True):
+        assert a == pytest.approx(b, rel=2e-4)
+
+    manifest = tmp_path / "run2" / "checkpoint-6" / "manifest.json"
+    manifest.unlink()  # as if the last save had not come to its end
+    launch(2, "--resume", tmp_path / "run2")
+    assert logged(tmp_path / "run2", *values) == two
+    assert manifest.exists()

@@ -1,0 +1,132 @@
+"""Schedule, firing statistics, revival, order and checkpoints' manifests, each by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from twell import SparseMLP
+from twell.train.checkpoints import MANIFEST, fault, newest_whole, write_manifest
+from twell.train.firing import FiringTracker
+from twell.train.order import RunOrder
+from twell.train.revival import revive, seeded
+from twell.train.schedule import L1Schedule
+
+
+def test_l1_schedule():
+    schedule = L1Schedule(weight=2.0, start=10, end=20)
+    assert [schedule(step) for step in (0, 10, 15, 20, 1000)] == [0.0, 0.0, 1.0, 2.0, 2.0]
+    assert L1Schedule(weight=2.0)(0) == 2.0
+
+
+class TestFiringTracker:
+    def test_counts_and_silence(self):
+        tracker = FiringTracker([3, 2])
+        tracker.add([torch.tensor([4, 0, 1]), torch.tensor([0, 2])], tokens=10)
+        tracker.add([torch.tensor([1, 0, 0]), torch.tensor([0, 0])], tokens=10)
+        tracker.finish_step()
+        assert tracker.silent.tolist() == [0, 20, 0, 20, 0]
+        tracker.add([torch.tensor([0, 1, 0]), torch.tensor([0, 0])], tokens=5)
+        tracker.finish_step()
+        assert tracker.silent.tolist() == [5, 0, 5, 25, 5]
+        assert tracker.active_per_token() == [7 / 25, 2 / 25]
+        assert tracker.active_per_token() is None
+        assert [dead.tolist() for dead in tracker.dead(after=25)] == [[False] * 3, [True, False]]
+        assert tracker.dead_shares(after=5) == [pytest.approx(2 / 3), 1.0]
+
+    def test_state_survives(self):
+        tracker, other = FiringTracker([2]), FiringTracker([2])
+        tracker.add([torch.tensor([1, 0])], tokens=3)
+        tracker.finish_step()
+        other.load_state_dict(tracker.state_dict())
+        assert other.silent.tolist() == [0, 3]
+        assert other.active_per_token() == tracker.active_per_token()
+
+    def test_other_layers_are_refused(self):
+        with pytest.raises(ValueError, match=r"firing: got layers of \(3,\); accepted: \(2,\)"):
+            FiringTracker([2]).add([torch.zeros(3, dtype=torch.int64)], tokens=1)
+        with pytest.raises(ValueError, match="firing state"):
+            FiringTracker([2]).load_state_dict(FiringTracker([3]).state_dict())
+
+
+class TestRevival:
+    @pytest.mark.parametrize("gated", [True, False])
+    def test_dead_rows_are_drawn_again_and_their_moments_cleared(self, gated):
+        torch.manual_seed(0)
+        mlp = SparseMLP(16, 32, gated=gated)
+        optimizer = torch.optim.AdamW(mlp.parameters())
+        mlp(torch.randn(8, 16)).square().sum().backward()
+        optimizer.step()
+        selector = mlp.gate_proj if gated else mlp.up_proj
+        others = [p for p in mlp.parameters() if p is not selector.weight]
+        before, untouched = selector.weight.detach().clone(), [p.detach().clone() for p in others]
+        dead = torch.zeros(32, dtype=torch.bool)
+        dead[[3, 17]] = True
+        neurons = revive(mlp, dead, std=0.5, generator=seeded(0, 7, 1), optimizer=optimizer)
+        assert neurons.tolist() == [3, 17]
+        changed = (selector.weight != before).any(1)
+        assert torch.equal(changed, dead)
+        rows = torch.randn(2, 16, generator=seeded(0, 7, 1)) * 0.5
+        assert torch.equal(selector.weight[dead], rows)
+        for name in ("exp_avg", "exp_avg_sq"):
+            moments = optimizer.state[selector.weight][name]
+            assert not moments[dead].any()
+            assert moments[~dead].any()
+        assert all(torch.equal(p, q) for p, q in zip(others, untouched, strict=True))
+
+    def test_nobody_dead(self):
+        mlp = SparseMLP(16, 32)
+        before = mlp.gate_proj.weight.detach().clone()
+        none = revive(
+            mlp, torch.zeros(32, dtype=torch.bool), std=1.0, generator=seeded(0, 0, 0), optimizer=None
+        )
+        assert none.numel() == 0
+        assert torch.equal(mlp.gate_proj.weight, before)
+
+    def test_seeds_differ(self):
+        drawn = {
+            torch.rand(1, generator=seeded(*numbers)).item() for numbers in [(0, 1, 0), (0, 0, 1), (1, 0, 0)]
+        }
+        assert len(drawn) == 3
+
+
+class TestRunOrder:
+    def test_every_epoch_is_a_permutation_of_its_own(self):
+        order = list(RunOrder(10, 25, seed=3))
+        assert len(order) == 25
+        assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+        assert order[:10] != order[10:20]
+        assert order == list(RunOrder(10, 25, seed=3))
+        assert order != list(RunOrder(10, 25, seed=4))
+
+    def test_a_longer_run_starts_the_same(self):
+        assert list(RunOrder(10, 5)) == list(RunOrder(10, 12))[:5]
+
+
+class TestManifests:
+    def save(self, run, step, content=b"weights"):
+        folder = run / f"checkpoint-{step}"
+        (folder / "deep").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(content)
+        (folder / "deep" / "state.bin").write_bytes(b"state")
+        write_manifest(folder)
+        return folder
+
+    def test_the_newest_whole_checkpoint(self, tmp_path, caplog):
+        first, second, third, fourth = (self.save(tmp_path, step) for step in (5, 100, 200, 300))
+        assert newest_whole(tmp_path) == fourth
+        (fourth / MANIFEST).unlink()
+        assert "not finished" in fault(fourth)
+        (third / "model.safetensors").write_bytes(b"weightz")
+        assert fault(third) == "model.safetensors is damaged"
+        (second / "deep" / "state.bin").unlink()
+        assert "is missing" in fault(second)
+        assert newest_whole(tmp_path) == first
+        assert len(caplog.records) == 3
+        (first / "model.safetensors").write_bytes(b"weight")
+        assert "6 bytes instead of 7" in fault(first)
+        (first / MANIFEST).write_text("{")
+        assert "cannot be read" in fault(first)
+        assert newest_whole(tmp_path) is None
