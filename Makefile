@@ -21,7 +21,7 @@ $(READY): pyproject.toml
 
 setup: $(READY)  ## create the virtual environment
 
-demo: $(READY)  ## build a sparse block, check it, time it, plot it (CPU, under 2 minutes)
+demo: $(READY)  ## train a small sparse model, check it, time it, let it write (CPU, 5 minutes)
 	$(BIN)/twell demo
 
 test: $(READY)  ## run the tests that need no GPU
@@ -53,4 +53,4 @@ tables: $(READY)  ## regenerate every table and figure of README and docs from b
 	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis demo_out
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis demo_out block_out

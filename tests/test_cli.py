@@ -1,4 +1,4 @@
-"""The `twell` command: the demo end to end on a small block, doctor, bad input, missing packages."""
+"""The `twell` command: a block and the demo end to end, doctor, bad input, missing packages."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def run(*arguments: str):
     return CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
-def test_demo_checks_times_and_plots(tmp_path):
+def test_block_checks_times_and_plots(tmp_path):
     size = ("--hidden", "64", "--neurons", "256", "--tokens", "128", "--density", "0.05")
-    result = run("demo", "--output", str(tmp_path / "out"), *size)
+    result = run("block", "--output", str(tmp_path / "out"), *size)
     assert result.exit_code == 0
     assert result.output.count("as exact as dense") == 3
     assert result.output.count("to the bit") == 3
@@ -37,9 +37,9 @@ def test_demo_checks_times_and_plots(tmp_path):
 
 
 @pytest.mark.parametrize("density", ["0", "1"])
-def test_demo_at_the_extremes(tmp_path, density):
+def test_block_at_the_extremes(tmp_path, density):
     size = ("--hidden", "16", "--neurons", "64", "--tokens", "9", "--density", density)
-    assert run("demo", "--output", str(tmp_path), *size).exit_code == 0
+    assert run("block", "--output", str(tmp_path), *size).exit_code == 0
 
 
 def test_doctor_names_versions_and_backends():
@@ -55,7 +55,7 @@ def test_version():
 
 
 def test_a_value_error_is_one_line():
-    command = [sys.executable, "-m", "twell.cli", "demo", "--density", "2"]
+    command = [sys.executable, "-m", "twell.cli", "block", "--density", "2"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert "Traceback" not in done.stderr

@@ -1,8 +1,8 @@
 """Makes transformers' `AutoConfig` know the model types of `twell.hf`, without importing either of them.
 
-`install()` registers stand-ins for the config classes: at once if transformers' auto module is loaded, else right
-after it is. A stand-in imports `twell.hf` when somebody asks it for anything. To import it any earlier would be
-to import parts of transformers while transformers itself is half imported.
+`install()` registers stand-ins for the config classes: at once if transformers' auto module is loaded, else
+right after it is. A stand-in imports `twell.hf` when somebody asks it for anything. Any earlier, that would
+import parts of transformers while transformers itself is half imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CONFIGS = {"llama_sparse_relu": "SparseLlamaConfig", "qwen2_sparse_relu": "Spar
 
 
 def install() -> None:
-    """Register the model types now, or as soon as transformers' auto module is loaded. May be called again."""
+    """Register the model types now, or as soon as transformers' auto module is loaded; may run twice."""
     auto_module = sys.modules.get(_AUTO_MODULE)
     if auto_module is not None and hasattr(auto_module, "CONFIG_MAPPING"):
         _register(auto_module)
@@ -29,7 +29,7 @@ def install() -> None:
 
 
 class _StandIn(type):
-    """A class in a config's place; asked for anything, it has the real ones registered and passes the question on."""
+    """A class in a config's place: asked for anything, it registers the real ones and passes that on."""
 
     def _config_class(cls) -> type:
         # By name: `twell.hf` is a layer above this one.
@@ -84,4 +84,6 @@ class _AutoModuleFinder:
             if execute is not None:
                 spec.loader.exec_module = execute_and_register
         except AttributeError:
-            log_once(f"the models of twell.hf are not registered with transformers: {spec.loader!r} is closed")
+            log_once(
+                f"the models of twell.hf are not registered with transformers: {spec.loader!r} is closed"
+            )

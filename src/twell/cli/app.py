@@ -14,16 +14,29 @@ app = typer.Typer(help="Sparse feed-forward execution for LLMs.", no_args_is_hel
 
 @app.command()
 def demo(
-    output: Annotated[Path, Option(help="Folder for the plot and the records.")] = Path("demo_out"),
+    output: Annotated[Path, Option(help="Folder for the run, the plots and the results.")] = Path("demo_out"),
+    overrides: Annotated[
+        list[str] | None, Argument(help="Settings over the preset 'tiny', as key=value.", show_default=False)
+    ] = None,
+) -> None:
+    """Train a small sparse model on the CPU, check it, time it, let it write: five minutes."""
+    from .demo import run_demo
+
+    run_demo(output=output, overrides=overrides or [])
+
+
+@app.command()
+def block(
+    output: Annotated[Path, Option(help="Folder for the plot and the records.")] = Path("block_out"),
     hidden: Annotated[int, Option(min=8, help="Hidden size D.")] = 1024,
     neurons: Annotated[int, Option(min=8, help="Neurons H.")] = 4096,
     density: Annotated[float, Option(min=0, max=1, help="Active share of the neurons.")] = 0.01,
     tokens: Annotated[int, Option(min=1, help="Tokens of the prefill.")] = 1024,
 ) -> None:
     """Build a sparse block, show its formats, check it against the oracle, time it, plot it."""
-    from .demo import run_demo
+    from .block import run_block
 
-    run_demo(output=output, hidden=hidden, neurons=neurons, density=density, tokens=tokens)
+    run_block(output=output, hidden=hidden, neurons=neurons, density=density, tokens=tokens)
 
 
 @app.command()

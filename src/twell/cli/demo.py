@@ -1,177 +1,198 @@
-"""`twell demo`: a sparse feed-forward block end to end on the CPU."""
+"""`twell demo`: a small sparse language model from its first step to its first words, on the CPU."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import reference
-from ..formats import BlockTwELL, Hybrid, TwELL
-from ..formats.base import PackedMatrix, format_bytes
-from ..measure import make_record, write_records
-from ..measure.ffn import BASELINE, FfnCase, FfnComparison, compare_ffn, stock_dense
+from ..measure import Timing, compare
 from ..nn import SparseMLP
 from ..plan import Plan
-from ..report.plots import speedup_bars
-from ..synthetic import SyntheticFfn, make_ffn
+from ..report.plots import speedup_bars, training_curves
 
-_DECODE_TOKENS = (1, 8)
-_REPETITIONS = 15
+_REPETITIONS = 9
+_DECODED = 32  # tokens of a timed generation
+_PROMPT = "def read_file(path):\n    "
 
 
-def run_demo(*, output: Path, hidden: int, neurons: int, density: float, tokens: int) -> None:
-    """Build, pack, check, time and plot; writes `speedup.png` and `records.jsonl` to `output`."""
+def run_demo(*, output: Path, overrides: list[str]) -> None:
+    """Train, plot, reload, check, time, generate; everything is written to `output`."""
+    from ..evaluation import load_model
+    from ..train.metrics import read_metrics
+    from ..train.presets import preset
+    from ..train.run import METRICS, train
+    from ..train.settings import run_config, with_overrides
+
     console = Console()
-    output.mkdir(parents=True, exist_ok=True)
-    block = make_ffn(tokens, hidden, neurons, density * neurons)
-    mlp = _as_module(block)
-
-    console.rule("1. a sparse feed-forward block")
-    console.print(mlp)
-    gate = torch.relu(block.x @ block.gate.mT)
-    share = (gate != 0).float().mean().item()
-    console.print(f"{tokens} tokens; {share:.2%} of the {neurons} gate activations are not zero\n")
-
-    console.rule("2. the three formats of its activations")
-    _show_formats(console, gate.to(torch.bfloat16))
-
-    console.rule("3. exact?")
-    _check_exactness(console, mlp, block)
-
-    console.rule("4. faster?")
-    comparisons = _time(console, hidden, neurons, density, tokens)
-    _show_times(console, comparisons)
-
-    speedups = {_label(c): c.speedup("auto") for c in comparisons}
-    subtitle = f"CPU, fp32, D {hidden}, H {neurons}, {density:.1%} of neurons active, outputs checked"
-    plot = output / "speedup.png"
-    write_records(output / "records.jsonl", [_record(c) for c in comparisons])
-    speedup_bars(speedups, plot, title="Sparse feed-forward on the CPU", subtitle=subtitle)
-    console.print(f"plot: {plot}\nrecords: {output / 'records.jsonl'}")
-
-
-def _as_module(block: SyntheticFfn) -> SparseMLP:
-    neurons, hidden = block.up.shape
-    mlp = SparseMLP(hidden, neurons)
-    mlp.load_state_dict(
-        {
-            "gate_proj.weight": block.gate,
-            "up_proj.weight": block.up,
-            "down_proj.weight": block.down,
-        }
-    )
-    return mlp.requires_grad_(False)
-
-
-def _show_formats(console: Console, gate: torch.Tensor) -> None:
-    packed: list[PackedMatrix] = [
-        TwELL.pack(gate, overflow="spill"),
-        BlockTwELL.pack(gate, rows=128),
-        Hybrid.pack(gate),
-    ]
-    table = Table("format", "layout", "memory", "of dense", "round trip")
-    for matrix in packed:
-        same = torch.equal(matrix.unpack().view(torch.int16), gate.view(torch.int16))
-        if not same:
-            raise AssertionError(f"{type(matrix).__name__} did not unpack to what was packed")
-        layout = "\n".join(f"{name} {list(t.shape)}" for name, t in matrix.tensors().items())
-        table.add_row(
-            type(matrix).__name__,
-            layout,
-            format_bytes(matrix.memory_bytes()),
-            f"{matrix.memory_bytes() / matrix.dense_bytes():.1%}",
-            "[green]to the bit[/]",
-        )
-    table.add_row("dense", f"{list(gate.shape)}", format_bytes(packed[0].dense_bytes()), "100%", "")
-    console.print(table)
-    _show_first_tile(console, packed[0])
-
-
-def _show_first_tile(console: Console, twell: TwELL) -> None:
-    if not twell.shape[0] or not twell.tiles:
+    run = _new_folder(output)
+    console.rule("1. train: Llama, ReLU, a mild L1 penalty, on the source of Python's standard library")
+    result = train(run_config(with_overrides(preset("tiny"), overrides)), run, console=console)
+    if not result.finished:
+        console.print(f"stopped; to go on: twell train --resume {run}", highlight=False)
         return
-    row, tile = divmod(int(twell.counts().argmax()), twell.tiles)
-    words = twell.words.view(torch.int32)[row, tile * twell.words_per_tile :][: twell.words_per_tile]
-    count, entries = int(words[0]), words[1:]
-    shown = [
-        f"[{(word >> 16).to(torch.int16).view(torch.bfloat16).item():.3g} | {int(word & 0xFFFF)}]"
-        for word in entries[: min(count, 6)]
-    ]
-    more = " ..." if count > len(shown) else ""
-    console.print(
-        f"the fullest TwELL tile, token {row}, tile {tile}: count {count}, then value | neuron:\n  "
-        + " ".join(shown)
-        + more
-        + "\n",
-        markup=False,
+    logs = [line for line in read_metrics(run / METRICS) if "ce_loss" in line]
+    _show_training(console, logs, result.summary)
+    subtitle = f"preset tiny, {result.summary['parameters'] / 1e6:.1f}M parameters, CPU"
+    training_curves(
+        {"tiny": logs},
+        output / "training.png",
+        title="The loss falls, the activations go out",
+        subtitle=subtitle,
     )
 
+    console.rule("2. reload: is sparse as exact as dense?")
+    model, tokenizer = load_model(str(run))
+    tokens = _some_tokens(tokenizer, model)
+    _check(console, model, tokens)
 
-def _check_exactness(console: Console, mlp: SparseMLP, block: SyntheticFfn) -> None:
-    exact = reference.ffn(*block.operands(), dtype=torch.float64).y
-    stock_error = reference.relative_error(stock_dense(*block.operands()), exact)
-    table = Table("path", "error against the float64 oracle", "verdict")
-    table.add_row("dense PyTorch", f"{stock_error:.1e}", "the yardstick")
-    for path in ("row", "block", "auto"):
-        mlp.plan = Plan(path=path, backend="cpu")
-        error = reference.relative_error(mlp(block.x), exact)
-        # The row path sums one neuron after the other, which costs some roundings when many are active.
-        bound = 2 * stock_error + 16 * torch.finfo(torch.float32).eps
-        if not error <= bound:
-            raise AssertionError(f"{path}: error {error:.1e}, over the bound {bound:.1e}")
-        table.add_row(path, f"{error:.1e}", "[green]as exact as dense[/]")
-    console.print(table)
+    console.rule("3. faster?")
+    speedups = _time(console, model, tokens)
+    active = result.summary["held_out_nnz"] / model.config.intermediate_size
+    speedup_bars(
+        speedups,
+        output / "speedup.png",
+        title="The trained model, sparse over dense",
+        subtitle=f"CPU, fp32, {active:.1%} of {model.config.intermediate_size} neurons active per token",
+    )
 
-
-def _time(console: Console, hidden: int, neurons: int, density: float, tokens: int) -> list[FfnComparison]:
-    cases = [
-        FfnCase(tokens=count, hidden=hidden, neurons=neurons, nnz=density * neurons)
-        for count in sorted({tokens, *_DECODE_TOKENS}, reverse=True)
-    ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("timing dense and sparse", total=len(cases) * _REPETITIONS)
-        return [
-            compare_ffn(
-                case, {"auto": None}, repetitions=_REPETITIONS, progress=lambda: progress.advance(task)
-            )
-            for case in cases
-        ]
-
-
-def _label(comparison: FfnComparison) -> str:
-    tokens = comparison.case.tokens
-    kind = "decode" if tokens in _DECODE_TOKENS else "prefill"
-    return f"{kind}, {tokens} token{'s' if tokens > 1 else ''}"
+    console.rule("4. let it write")
+    with torch.inference_mode():
+        prompt = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False).input_ids
+        written = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=48,
+            do_sample=False,
+            repetition_penalty=1.2,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    console.print(tokenizer.decode(written[0]), markup=False, highlight=False)
+    found = result.summary | {"speedups": speedups}
+    (output / "demo.json").write_text(json.dumps(found, indent=1) + "\n")
+    console.print(f"\nplots: {output / 'training.png'}, {output / 'speedup.png'}\nmodel: {run / 'model'}")
 
 
-def _show_times(console: Console, comparisons: list[FfnComparison]) -> None:
-    table = Table("workload", "dense", "sparse", "speed-up", "error")
-    for c in comparisons:
-        dense, sparse = c.timings[BASELINE].median, c.timings["auto"].median
+def _new_folder(output: Path) -> Path:
+    """A folder for the run that does not exist yet: a demo may be run again, and deletes nothing."""
+    number = 1
+    while (output / f"run-{number}").exists():
+        number += 1
+    output.mkdir(parents=True, exist_ok=True)
+    return output / f"run-{number}"
+
+
+def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
+    table = Table("tokens", "cross-entropy", "active per token", "dead", "tokens/s")
+    rows = [logs[round(i * (len(logs) - 1) / 5)] for i in range(6)] if len(logs) > 6 else logs
+    for line in rows:
         table.add_row(
-            _label(c),
-            f"{dense * 1e3:.2f} ms",
-            f"{sparse * 1e3:.2f} ms",
-            f"[bold green]{dense / sparse:.2f}x[/]" if dense > sparse else f"{dense / sparse:.2f}x",
-            f"{c.errors['auto']:.1e}",
+            f"{line['tokens']:,}",
+            f"{line['ce_loss']:.3f}",
+            f"{line['nnz']:.1f}",
+            f"{line['dead']:.1%}",
+            f"{line['tokens_per_second']:,.0f}",
         )
     console.print(table)
-
-
-def _record(comparison: FfnComparison):
-    return make_record(
-        f"demo/{'decode' if comparison.case.tokens in _DECODE_TOKENS else 'prefill'}/auto",
-        comparison.timings["auto"],
-        unit="s",
-        baseline=BASELINE,
-        baseline_timing=comparison.timings[BASELINE],
-        shape=comparison.case.shape(),
-        sparsity={"nnz": comparison.nnz, "density": comparison.nnz / comparison.case.neurons},
-        error=comparison.errors["auto"],
-        seed=comparison.case.seed,
+    console.print(
+        f"held-out: cross-entropy {summary['held_out_ce_loss']:.3f}, "
+        f"{summary['held_out_nnz']:.1f} active neurons per token",
+        highlight=False,
     )
+
+
+def _some_tokens(tokenizer, model) -> torch.Tensor:
+    """int64 [4, positions]: text that every machine has."""
+    text = Path(json.__file__).read_text()
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
+    length = min(model.config.max_position_embeddings, ids.numel() // 4)
+    return ids[: 4 * length].view(4, length)
+
+
+def _blocks(model) -> list[SparseMLP]:
+    return [module for module in model.modules() if isinstance(module, SparseMLP)]
+
+
+def _set_plan(model, plan: Plan | None) -> None:
+    for mlp in _blocks(model):
+        mlp.plan = plan
+
+
+@torch.inference_mode()
+def _check(console: Console, model, tokens: torch.Tensor) -> None:
+    def logits(plan: Plan | None) -> torch.Tensor:
+        _set_plan(model, plan)
+        return model(input_ids=tokens, use_cache=False).logits
+
+    dense = logits(Plan(path="dense"))
+    # What the order of summation does to dense itself, in the same model.
+    exact = model.double()(input_ids=tokens, use_cache=False).logits
+    model.float()
+    dense_error = reference.relative_error(dense, exact)
+    table = Table("feed-forward", "error of the logits against float64", "same next token as dense")
+    table.add_row("dense", f"{dense_error:.1e}", "")
+    for path in ("row", "auto"):
+        found = logits(Plan(path=path))
+        error = reference.relative_error(found, exact)
+        same = (found.argmax(-1) == dense.argmax(-1)).double().mean().item()
+        if not error <= 2 * dense_error + 1e-6:
+            raise AssertionError(f"{path}: error {error:.1e}, dense has {dense_error:.1e}")
+        table.add_row(path, f"{error:.1e}", f"{same:.2%}")
+    console.print(table)
+
+
+@torch.inference_mode()
+def _time(console: Console, model, tokens: torch.Tensor) -> dict[str, float]:
+    """Times faster than dense: the whole model and its feed-forward blocks alone."""
+    prompt = tokens[:1, :16]
+    inputs: list[torch.Tensor] = []
+    block = _blocks(model)[-1]
+    hook = block.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().clone()))
+    model(input_ids=tokens, use_cache=False)
+    hook.remove()
+    hidden = inputs[0]
+
+    def decode() -> None:
+        model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=_DECODED,
+            min_new_tokens=_DECODED,
+            do_sample=False,
+            pad_token_id=0,
+        )
+
+    cases: dict[str, Callable[[], object]] = {
+        f"feed-forward block, {hidden.shape[0] * hidden.shape[1]:,} tokens": lambda: block(hidden),
+        "feed-forward block, 1 token": lambda: block(hidden[0, -1:]),
+        f"whole model, {tokens.numel():,} tokens": lambda: model(input_ids=tokens, use_cache=False),
+        f"whole model, {_DECODED} tokens one by one": decode,
+    }
+    table = Table("", "dense", "sparse", "speed-up")
+    speedups = {}
+    for name, call in cases.items():
+        timings = _compare(model, call)
+        dense, ours = timings["dense"], timings["sparse"]
+        speedups[name] = dense.median / ours.median
+        table.add_row(
+            name, f"{dense.median * 1e3:.2f} ms", f"{ours.median * 1e3:.2f} ms", f"{speedups[name]:.2f}x"
+        )
+    console.print(table)
+    return speedups
+
+
+def _compare(model, call: Callable[[], object]) -> dict[str, Timing]:
+    def with_plan(plan: Plan | None) -> Callable[[], None]:
+        def timed() -> None:
+            _set_plan(model, plan)
+            call()
+
+        return timed
+
+    candidates = {"dense": with_plan(Plan(path="dense")), "sparse": with_plan(None)}
+    return compare(candidates, warmup=3, repetitions=_REPETITIONS)

@@ -193,9 +193,7 @@ def _config_of(
         if options.get(option) == "auto":
             options.pop(option)
     source = name_or_path if config is None else config
-    config, unused = config_class.from_pretrained(
-        source, return_unused_kwargs=True, **copy.deepcopy(options)
-    )
+    config, unused = config_class.from_pretrained(source, return_unused_kwargs=True, **copy.deepcopy(options))
     return config, unused | {key: kwargs[key] for key in _SHARED_OPTIONS if key in kwargs}
 
 

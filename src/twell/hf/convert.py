@@ -17,7 +17,6 @@ from transformers import (
 
 from .._checks import reject
 from ..activations import Activation
-from .config import SparsityConfig
 from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
 
 SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
@@ -67,7 +66,7 @@ def relufy(
 def to_stock(model: SparseModel) -> LlamaForCausalLM | Qwen2ForCausalLM:
     """The sparse model as transformers' own class with a copy of its weights; same output.
 
-    Stock classes have gated blocks of one size with ReLU or squared ReLU; for others a ValueError says why not.
+    Stock classes have gated blocks of one size with ReLU or squared ReLU; for others a ValueError says why.
     """
     if type(model) not in _STOCK_CLASS:
         reject("model", f"a {type(model).__name__}", _names(_STOCK_CLASS))

@@ -1,4 +1,4 @@
-"""The feed-forward blocks of a transformers model: put ours in the stock ones' places, lay out their weights."""
+"""The feed-forward blocks of a transformers model: ours in the stock ones' places, their weights' layout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def sparse_mlps(model: nn.Module) -> list[SparseMLP]:
 
 
 def set_neuron_major(model: nn.Module, neuron_major: bool) -> None:
-    """Lay out the `down_proj` weights of all layers: neuron by neuron (True, the default of the models), which
+    """Lay out the `down_proj` weights of all layers: neuron by neuron (True, as the models come), which
     sparse execution reads fastest, or contiguous as stock (False), which FSDP2 needs."""
     for mlp in sparse_mlps(model):
         mlp.neuron_major = neuron_major

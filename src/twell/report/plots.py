@@ -1,4 +1,4 @@
-"""Plots of speed-ups over dense, drawn with matplotlib (the `plot` extra)."""
+"""Plots of speed-ups and training runs, drawn with matplotlib (the `plot` extra)."""
 
 from __future__ import annotations
 
@@ -64,6 +64,43 @@ def speedup_curves(
     axes.set_xlabel("active neurons per token", color=_MUTED)
     axes.set_ylabel("times faster than dense", color=_MUTED)
     axes.legend(frameon=False, labelcolor=_INK)
+    _save(figure, path, metadata)
+
+
+def training_curves(
+    runs: Mapping[str, Sequence[Mapping[str, float]]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Cross-entropy above, active neurons per token below, over tokens; one colour per run.
+
+    runs:  name -> lines with "tokens", "ce_loss" and, for sparse models, "nnz".
+    """
+    sparse = any("nnz" in line for lines in runs.values() for line in lines)
+    figure = _matplotlib_figure()(figsize=(7.6, 6.2 if sparse else 3.8), dpi=144, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    panels = figure.subplots(2 if sparse else 1, 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].set_title(subtitle, loc="left", fontsize=9, color=_MUTED)
+    for axes, value, label in zip(
+        panels, ("ce_loss", "nnz"), ("cross-entropy", "active neurons per token"), strict=False
+    ):
+        for index, (name, lines) in enumerate(runs.items()):
+            points = [(line["tokens"], line[value]) for line in lines if value in line]
+            if points:
+                tokens, values = zip(*points, strict=True)
+                colour = _COLOURS[index % len(_COLOURS)]
+                axes.plot([t / 1e6 for t in tokens], values, color=colour, linewidth=1.8, label=name)
+        axes.set_ylabel(label, color=_MUTED)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=_INK, labelsize=9)
+    if sparse:
+        panels[1].set_yscale("log")
+    panels[-1].set_xlabel("million tokens", color=_MUTED)
+    if len(runs) > 1:
+        panels[0].legend(frameon=False, labelcolor=_INK)
     _save(figure, path, metadata)
 
 

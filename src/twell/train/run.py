@@ -202,7 +202,9 @@ def _check_held_out(config: RunConfig, data: Prepared) -> None:
 
 def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepared) -> RunResult:
     """Evaluate, save the model, sum up."""
-    evaluated = trainer.evaluate() if data.held_out is not None else {}
+    evaluated = _last_evaluation(trainer)
+    if not evaluated and data.held_out is not None:
+        evaluated = trainer.evaluate()
     target, temporary = folder / MODEL, folder / f".{MODEL}.part"
     if trainer.is_world_process_zero():
         shutil.rmtree(temporary, ignore_errors=True)
@@ -215,6 +217,13 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     trainer.accelerator.wait_for_everyone()
     return RunResult(folder=folder, finished=True, summary=summary)
+
+
+def _last_evaluation(trainer: SparseTrainer) -> dict[str, float]:
+    """Of the last step, if there was one."""
+    history = trainer.state.log_history
+    found = [line for line in history if "eval_loss" in line and line["step"] == trainer.state.global_step]
+    return found[-1] if found else {}
 
 
 def _summary(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -18,7 +17,7 @@ from twell import _log
 from twell.train.data import DataConfig, cache, prepare, shards
 from twell.train.data.shards import TokenWriter, open_shards
 
-from .corpora import small, stored, text, write_corpus
+from .corpora import process_context, small, stored, text, write_corpus
 
 
 @pytest.fixture
@@ -199,7 +198,7 @@ def _prepare_in_process(config, start, results):
 
 
 def _run_two(config, *, locks: bool):
-    context = multiprocessing.get_context("spawn")
+    context = process_context()
     start, results = context.Barrier(2), context.Queue()
     target = _prepare_in_process if locks else _prepare_without_locks
     processes = [context.Process(target=target, args=(config, start, results)) for _ in range(2)]
@@ -238,7 +237,7 @@ def _build_for_ever(folder):
 @pytest.mark.skipif(cache.fcntl is None, reason="needs file locks")
 def test_a_killed_process_blocks_nobody(tmp_path):
     folder = tmp_path / "target"
-    process = multiprocessing.get_context("spawn").Process(target=_build_for_ever, args=(folder,))
+    process = process_context().Process(target=_build_for_ever, args=(folder,))
     process.start()
     deadline = time.monotonic() + 30
     while not list(tmp_path.glob(".target.*/half")):

@@ -129,7 +129,7 @@ def test_a_hugging_face_dataset(hub_folder):
 def test_bad_hugging_face_datasets(hub_folder):
     with pytest.raises(ValueError, match=r"hf:.*, record 1: no field 'body' .*\['id', 'text'\]"):
         read(f"hf:{hub_folder}", text_field="body")
-    with pytest.raises(ValueError, match="cannot open 'hf:.*nosplit"):
+    with pytest.raises(ValueError, match=r"cannot open 'hf:.*nosplit"):
         read(f"hf:{hub_folder}:default:nosplit")
     with pytest.raises(ValueError, match="'hf:a:b:c:d'"):
         read("hf:a:b:c:d")
@@ -146,12 +146,12 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, module, name):
 
 
 def test_bad_paths(tmp_path):
-    with pytest.raises(ValueError, match="nowhere.txt', which does not exist"):
+    with pytest.raises(ValueError, match=r"nowhere\.txt', which does not exist"):
         documents(DataConfig(source=str(tmp_path / "nowhere.txt")))
     with pytest.raises(ValueError, match=r"the file .*a\.csv; accepted: files ending in \.txt"):
         documents(DataConfig(source=str(write(tmp_path / "a.csv", b"x"))))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match="the folder .*folder; accepted"):
+    with pytest.raises(ValueError, match=r"the folder .*folder; accepted"):
         documents(DataConfig(source=str(tmp_path / "folder")))
     with pytest.raises(ValueError, match="without text"):
         read(write(tmp_path / "empty.txt", b" \n\0\0"))
@@ -175,6 +175,12 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 def test_a_bad_parquet_file_is_named(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", {"body": ["x"]})
     with pytest.raises(ValueError, match=r"a\.parquet: no column 'text' .*\['body'\]"):
+        read(path)
+    path = write_parquet(tmp_path / "a.parquet", {"text": TEXTS * 100})
+    data = bytearray(path.read_bytes())
+    data[4:400] = bytes(396)
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file, or damaged"):
         read(path)
     path.write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"a\.parquet: not a Parquet file"):

@@ -68,18 +68,17 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
     parquet = needed("pyarrow.parquet", f"reading {path.name}")
     arrow = needed("pyarrow", f"reading {path.name}")
     try:
-        file = parquet.ParquetFile(path)
-    except arrow.ArrowInvalid as error:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_field not in names:
+                raise ValueError(f"{path}: no column {text_field!r} (data.text_field); it has {names}")
+            row = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield text_of({text_field: value}, text_field, f"{path}, row {row}")
+    except (arrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file, or damaged ({error})") from error
-    with file:
-        schema = file.schema_arrow
-        if text_field not in schema.names:
-            raise ValueError(f"{path}: no column {text_field!r} (data.text_field); it has {schema.names}")
-        row = 0
-        for batch in file.iter_batches(batch_size=1024, columns=[text_field]):
-            for value in batch.column(0).to_pylist():
-                row += 1
-                yield text_of({text_field: value}, text_field, f"{path}, row {row}")
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _read_hub(name: str, dataset: str, config: str, split: str, text_field: str)
     datasets = needed("datasets", f"reading {name!r}")
     try:
         records = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"data.source: cannot open {name!r}: {error}") from error
     for number, record in enumerate(records, start=1):
         yield files.text_of(record, text_field, f"{name}, record {number}")

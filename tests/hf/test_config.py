@@ -1,0 +1,92 @@
+"""Configs: what they accept, what they make of released ones, what they refuse."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from transformers import AutoConfig
+from transformers.activations import ACT2FN
+
+import twell
+from twell.hf import SparseLlamaConfig, SparseQwen2Config
+
+from .tiny import SIZES
+
+
+@pytest.mark.parametrize("config_class", [SparseLlamaConfig, SparseQwen2Config])
+def test_round_trip(config_class, tmp_path):
+    config = config_class(
+        **SIZES, sparsity_l1_coeff=2e-5, sparsity_activation="relu2", sparsity_layer_sizes=[7, 9]
+    )
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is config_class
+    assert loaded.sparsity_l1_coeff == 2e-5
+    assert loaded.sparsity_activation == loaded.hidden_act == "relu2"
+    assert loaded.neurons_per_layer() == [7, 9]
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+def test_hidden_act_is_one_that_stock_classes_have(activation):
+    assert SparseLlamaConfig(**SIZES, sparsity_activation=activation).hidden_act in ACT2FN
+
+
+def test_hidden_act_of_released_configs_is_overridden_and_said(caplog):
+    with caplog.at_level(logging.INFO, logger="twell"):
+        config = SparseLlamaConfig(**SIZES, hidden_act="silu")
+    assert config.hidden_act == "relu"
+    assert [r.levelname for r in caplog.records if "hidden_act 'silu'" in r.getMessage()] == ["INFO"]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="twell"):
+        SparseLlamaConfig(**SIZES)
+    assert not caplog.records
+
+
+def test_fields_of_released_configs():
+    config = SparseLlamaConfig(
+        **SIZES, sparsity_new_intermediate_size=40, sparsity_tokens_until_dead=1000, sparsity_do_track=True
+    )
+    assert config.neurons_per_layer() == [40, 40]
+    assert config.intermediate_size == 40
+    assert config.to_dict()["sparsity_tokens_until_dead"] == 1000
+    for unset in (None, 0, -1):
+        assert SparseLlamaConfig(**SIZES, sparsity_new_intermediate_size=unset).intermediate_size == 48
+
+
+def test_activation_objects_are_kept_as_text():
+    config = SparseLlamaConfig(**SIZES, sparsity_activation=twell.fatrelu(0.25))
+    assert config.sparsity_activation == "fatrelu(0.25)"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("sparsity_l1_coeff", -1e-5),
+        ("sparsity_l1_coeff", float("nan")),
+        ("sparsity_l1_coeff", "2e-5"),
+        ("sparsity_gated_mlp", "yes"),
+        ("sparsity_new_intermediate_size", 4.5),
+        ("sparsity_layer_sizes", [48]),
+        ("sparsity_layer_sizes", [48, 48, 48]),
+        ("sparsity_layer_sizes", [48, 0]),
+        ("sparsity_layer_sizes", [48, 4.0]),
+        ("sparsity_layer_sizes", 48),
+    ],
+)
+def test_bad_fields_are_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        SparseLlamaConfig(**SIZES, **{field: value})
+
+
+def test_bad_activation():
+    with pytest.raises(ValueError, match="activation: got 'silu'"):
+        SparseLlamaConfig(**SIZES, sparsity_activation="silu")
+
+
+def test_checks_of_the_stock_config_still_run():
+    with pytest.raises(Exception, match="not a multiple of the number of attention"):
+        SparseLlamaConfig(**SIZES | {"hidden_size": 33})

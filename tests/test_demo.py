@@ -1,0 +1,49 @@
+"""`twell demo` end to end on a model that trains in seconds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+pytest.importorskip("datasets")
+from PIL import Image
+from typer.testing import CliRunner
+
+from twell.cli.app import app
+
+from .train.runs import write_corpus
+
+
+def test_the_demo_trains_checks_times_and_writes(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    settings = (
+        f"data.source={corpus}",
+        f"data.cache={tmp_path / 'cache'}",
+        "data.vocab_size=384",
+        "data.held_out=0.2",
+        "data.sequence_length=32",
+        "model.hidden_size=32",
+        "model.intermediate_size=128",
+        "model.heads=2",
+        "model.layers=2",
+        "model.positions=64",
+        "train.steps=10",
+        "train.batch=4",
+        "train.eval_every=5",
+        "train.log_every=1",
+    )
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["demo", "--output", str(out), *settings], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "same next token as dense" in result.output
+    found = json.loads((out / "demo.json").read_text())
+    assert found["steps"] == 10
+    assert len(found["speedups"]) == 4
+    assert all(value > 0 for value in found["speedups"].values())
+    for plot in ("training.png", "speedup.png"):
+        with Image.open(out / plot) as image:
+            assert min(image.size) > 300
+    assert (out / "run-1" / "model" / "model.safetensors").exists()
