@@ -6,6 +6,7 @@ twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation m
 """
 
 from ._ran import Ran, recorded_paths
+from ._transformers_hook import install as _install_transformers_hook
 from ._version import __version__
 from .accumulation import accumulate_in_place
 from .activations import Activation, fatrelu
@@ -15,6 +16,8 @@ from .functional import FfnStats, ffn, ffn_with_stats
 from .kernels.switch import TrainingState, crowded_steps, training_states
 from .nn import SparseMLP
 from .plan import Plan
+
+_install_transformers_hook()
 
 __all__ = [
     "Activation",

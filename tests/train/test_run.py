@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -109,6 +111,21 @@ def test_ctrl_c_saves_and_the_run_goes_on_to_the_bit(whole, corpus, tmp_path, mo
     assert train(small_run(corpus), tmp_path / "run", resume=True, console=QUIET).finished
     assert logged(tmp_path / "run", *VALUES) == logged(whole, *VALUES)
     assert same_weights(tmp_path / "run", whole)
+
+
+def test_a_job_that_is_told_to_end_saves_although_its_workers_are_told_too(corpus, tmp_path, monkeypatch):
+    def end_all():
+        for process in multiprocessing.active_children():
+            os.kill(process.pid, signal.SIGTERM)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    config = small_run(corpus, "train.workers=1")
+    with monkeypatch.context() as patch:
+        disturbed(patch, 3, end_all)
+        result = train(config, tmp_path / "run", console=QUIET)
+    assert result.summary == {"step": 3}
+    assert (tmp_path / "run" / "checkpoint-3" / "manifest.json").exists()
 
 
 def test_a_damaged_checkpoint_is_left_out(whole, corpus, tmp_path, monkeypatch, caplog):

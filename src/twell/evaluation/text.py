@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from .._checks import reject, require_positive_int
+from ..hf import sparse_mlps
 from ..nn import SparseMLP
 
 
@@ -54,19 +55,12 @@ def evaluate_text(
     require_positive_int("batch", batch)
     if not 2 <= length <= positions:
         reject("sequence_length", sequence_length, f"2 to {positions}, the positions of the model")
-    layers = [module for module in model.modules() if isinstance(module, SparseMLP)]
-    recording = [mlp.record for mlp in layers]
+    layers = sparse_mlps(model)
     sums = _Sums(layers, next(model.parameters()).device)
-    for mlp in layers:
-        mlp.record = True
-    try:
-        for windows in _batches(_windows(_tokens(tokenizer, documents, max_tokens), length), batch):
-            _add(model, windows.to(sums.device), sums)
-            if progress is not None:
-                progress(windows.numel())
-    finally:
-        for mlp, before in zip(layers, recording, strict=True):
-            mlp.record, mlp.last_stats = before, None
+    for windows in _batches(_windows(_tokens(tokenizer, documents, max_tokens), length), batch):
+        _add(model, windows.to(sums.device), sums)
+        if progress is not None:
+            progress(windows.numel())
     if not sums.predicted:
         reject("documents", f"{sums.tokens} tokens", "at least 2 tokens of text")
     return sums.result()
@@ -94,14 +88,17 @@ class _Sums:
 
 def _add(model: torch.nn.Module, windows: Tensor, sums: _Sums) -> None:
     """windows: int64 [B, S]."""
-    logits = model(input_ids=windows, use_cache=False).logits[:, :-1].float()
+    more = {"record_sparsity": True} if sums.layers else {}
+    output = model(input_ids=windows, use_cache=False, **more)
+    logits = output.logits[:, :-1].float()
     targets = windows[:, 1:]
     sums.loss += cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").double()
     sums.tokens += windows.numel()
     sums.predicted += targets.numel()
-    for layer, mlp in enumerate(sums.layers):
-        sums.l1[layer] += mlp.last_stats.l1.double() * windows.numel()
-        sums.firing[layer] += mlp.last_stats.firing
+    if sums.layers:
+        sums.l1 += output.l1.double() * windows.numel()
+        for counts, firing in zip(sums.firing, output.firing, strict=True):
+            counts += firing.to(counts.device)
 
 
 def _tokens(tokenizer, documents: Iterable[str], max_tokens: int | None) -> Iterable[int]:

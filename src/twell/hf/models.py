@@ -143,7 +143,8 @@ class _SparseCausalLM(_SparsePreTrained):
         self._check_l1_gradient(mlps, stats)
         device = stock.logits.device  # layers may be spread over devices
         output.ce_loss = stock.loss
-        output.l1_loss = torch.stack([layer.l1.to(device) for layer in stats]).mean()
+        output.l1 = torch.stack([layer.l1.to(device) for layer in stats])
+        output.l1_loss = output.l1.mean()
         output.l0 = torch.stack([layer.l0.to(device) for layer in stats])
         output.firing = tuple(layer.firing for layer in stats)
         if labels is not None:

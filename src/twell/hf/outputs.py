@@ -14,12 +14,14 @@ class SparseCausalLMOutput(CausalLMOutputWithPast):
 
     loss:     []                 ce_loss + l1_weight * l1_loss; with `labels` only.
     ce_loss:  []                 the stock loss; with `labels` only.
-    l1_loss:  []                 mean over layers of the mean over tokens of sum |hidden|; differentiable.
+    l1:       [layers]           mean over tokens of sum |hidden|; differentiable.
+    l1_loss:  []                 its mean over layers.
     l0:       [layers]           active neurons per token.
     firing:   int64 [H], a tuple over layers: for how many tokens each neuron was active.
     """
 
     ce_loss: Tensor | None = None
     l1_loss: Tensor | None = None
+    l1: Tensor | None = None
     l0: Tensor | None = None
     firing: tuple[Tensor, ...] | None = None

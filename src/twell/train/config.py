@@ -41,7 +41,7 @@ class ModelConfig:
                    stock dense model, to compare with.
     init_from:     a checkpoint to start from: one of ours, or a dense Llama or Qwen2, whose activation is
                    then swapped. Sizes and vocabulary come from it.
-    plan:          a `twell.Plan` spec for every layer ("path=dense", ...); None lets layers decide.
+    plan:          a `twell.Plan` spec for every layer ("dense", "block", ...); None lets layers decide.
     """
 
     architecture: str = "llama"

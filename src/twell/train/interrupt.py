@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def outlive_signals(then: Callable[[int], None] | None, worker: int) -> None:
+    """In a process that loads data: signals go to all processes of a job, but the run still has a step to
+    finish and a checkpoint to save. The process that trains ends its workers."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
 
 
 class SaveOnInterrupt(TrainerCallback):
@@ -22,7 +34,7 @@ class SaveOnInterrupt(TrainerCallback):
 
     def __enter__(self) -> SaveOnInterrupt:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in _SIGNALS:
                 self._before[number] = signal.signal(number, self._note)
         return self
 

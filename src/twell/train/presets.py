@@ -15,21 +15,21 @@ def tiny() -> Settings:
     """A few minutes on two CPU cores, on the source of Python's standard library."""
     return {
         "model": {
-            "hidden_size": 192,
-            "intermediate_size": 768,
-            "layers": 3,
-            "heads": 3,
+            "hidden_size": 256,
+            "intermediate_size": 1536,
+            "layers": 2,
+            "heads": 4,
             "positions": 256,
         },
-        "data": {"source": "python", "vocab_size": 2048, "sequence_length": 128, "max_tokens": 3_000_000},
-        "recipe": {"l1": 2e-3, "l1_start": 40, "l1_end": 120},
+        "data": {"source": "python", "vocab_size": 2048, "sequence_length": 128, "held_out": 0.05},
+        "recipe": {"l1": 2e-3, "l1_start": 30, "l1_end": 90},
         "train": {
-            "steps": 400,
+            "steps": 300,
             "batch": 16,
             "lr": 3e-3,
-            "warmup": 40,
+            "warmup": 30,
             "eval_every": 100,
-            "save_every": 200,
+            "save_every": 100,
             "log_every": 10,
         },
     }

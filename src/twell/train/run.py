@@ -69,13 +69,15 @@ def train(
     torch.manual_seed(config.train.seed)
     model = build_model(
         config.model,
-        vocab_size=len(data.tokenizer),
+        vocab_size=max(len(data.tokenizer), data.vocab_size),
         eos_token_id=data.tokenizer.eos_token_id,
         sequence_length=config.data.sequence_length,
         l1=config.recipe.l1,
     )
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
     with SaveOnInterrupt() as interrupt:
         progress = ProgressBar(config.tokens_per_step, console)
         metrics = MetricsFile(folder / METRICS, config.tokens_per_step)
@@ -246,4 +248,5 @@ def _summary(
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "data_tokens": data.train_tokens,
         "processes": trainer.args.world_size,
+        "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import Trainer
 from .checkpoints import checkpoints, newest_whole, step_of, write_manifest
 from .config import RunConfig
 from .firing import FiringTracker
+from .interrupt import outlive_signals
 from .order import RunOrder
 from .recipe import Recipe
 
@@ -42,6 +44,12 @@ class SparseTrainer(Trainer):
         return RunOrder(
             len(self.train_dataset), self.args.max_steps * self.run_config.train.batch, self.args.seed
         )
+
+    def get_train_dataloader(self):
+        loader = super().get_train_dataloader()
+        if self.args.dataloader_num_workers:
+            loader.worker_init_fn = partial(outlive_signals, loader.worker_init_fn)
+        return loader
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         loss, outputs = super().compute_loss(

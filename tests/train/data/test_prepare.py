@@ -56,7 +56,7 @@ def test_the_second_time_comes_from_the_cache(config, built):
 
 def test_equal_settings_elsewhere_give_equal_files(config, tmp_path):
     other = prepare(small(config.source, tmp_path / "elsewhere"), quiet=True)
-    for path in prepare(config, quiet=True).folder.iterdir():
+    for path in prepare(config, quiet=True).folder.glob("*.*"):
         assert path.read_bytes() == (other.folder / path.name).read_bytes()
 
 
@@ -254,3 +254,18 @@ def test_a_killed_process_blocks_nobody(tmp_path):
 def test_the_key_tells_parts_apart():
     assert cache.key(["a", "b"]) != cache.key(["ab"]) != cache.key("ab")
     assert cache.key({"b": 1, "a": 2}) == cache.key({"a": 2, "b": 1})
+
+
+def test_a_prepared_folder_can_be_carried_elsewhere(config, built, tmp_path):
+    first = prepare(config, quiet=True)
+    moved = first.folder.rename(tmp_path / "carried")
+    second = prepare(DataConfig(source=f"prepared:{moved}", sequence_length=config.sequence_length))
+    assert len(built) == 1
+    assert second.train_tokens == first.train_tokens
+    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    assert second.train[0]["input_ids"].tolist() == stored(second, "train")[: config.sequence_length].tolist()
+    with pytest.raises(ValueError, match=r"data.source: got 'prepared:.*nowhere'"):
+        prepare(DataConfig(source=f"prepared:{tmp_path / 'nowhere'}"))
+    (moved / "train-00000.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train-00000.bin is damaged"):
+        prepare(DataConfig(source=f"prepared:{moved}", sequence_length=config.sequence_length))

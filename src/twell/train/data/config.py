@@ -12,13 +12,16 @@ from ..._checks import reject
 BYTE_TOKENS = 257
 """The least a byte-level vocabulary holds: every byte, and the end of a document."""
 
+_PREPARED = "prepared:"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """The corpus, the tokenizer and the cut into sequences.
 
     source:           "python" (Python's standard library, built in), a file or folder (.txt, .jsonl, also as
-                      .gz or .xz, and .parquet), "hf:NAME[:CONFIG[:SPLIT]]", or a list of these.
+                      .gz or .xz, and .parquet), "hf:NAME[:CONFIG[:SPLIT]]", or a list of these; or
+                      "prepared:FOLDER": tokens and tokenizer that were prepared before, perhaps elsewhere.
     text_field:       the field of a .jsonl, .parquet or Hugging Face record that holds the text.
     tokenizer:        "train": a byte-level BPE learnt from the corpus; else a Hugging Face name or folder.
     vocab_size:       of a trained tokenizer, the end-of-document token included.
@@ -72,6 +75,13 @@ class DataConfig:
             reject("data.max_tokens", repr(self.max_tokens), accepted)
         if not _is_int(self.seed) or self.seed < 0:
             reject("data.seed", repr(self.seed), "an integer >= 0")
+
+    @property
+    def prepared(self) -> Path | None:
+        """The folder that `source` names as prepared; what else is said about text does not count then."""
+        if isinstance(self.source, str) and self.source.startswith(_PREPARED):
+            return Path(self.source.removeprefix(_PREPARED)).expanduser()
+        return None
 
     @property
     def sources(self) -> tuple[str, ...]:

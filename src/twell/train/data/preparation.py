@@ -13,10 +13,13 @@ from . import cache, shards
 from .config import DataConfig
 from .packed import PackedDataset
 from .sources import fingerprint
-from .tokenizer import Encoder, obtain_tokenizer
+from .tokenizer import Encoder, load_tokenizer, obtain_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_TOKENIZER = "tokenizer"  # a folder beside the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,10 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
     Safe to call in every process of a job: one works, the others on its machine wait, and all get the same.
     verify:  check stored tokens by checksum, not by size alone. What is damaged is built again.
     """
+    if config.prepared is not None:
+        if not config.prepared.is_dir():
+            reject("data.source", repr(config.source), "prepared:FOLDER with a folder that exists")
+        return _opened(config, config.prepared, shards.open_shards(config.prepared, verify=verify))
     content = fingerprint(config)
     tokenizer = obtain_tokenizer(config, content=content, quiet=quiet)
     encoder = Encoder(tokenizer)
@@ -58,9 +65,20 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
     index = cache.open_or_build(
         folder,
         partial(shards.open_shards, verify=verify),
-        lambda into: shards.write_shards(into, config, encoder, quiet=quiet),
+        lambda into: _write(into, config, tokenizer, encoder, quiet=quiet),
     )
+    return _opened(config, folder, index)
 
+
+def _write(
+    folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerFast, encoder: Encoder, *, quiet: bool
+) -> None:
+    """Tokens and the tokenizer that made them: the folder can be carried elsewhere."""
+    shards.write_shards(folder, config, encoder, quiet=quiet)
+    tokenizer.save_pretrained(folder / _TOKENIZER)
+
+
+def _opened(config: DataConfig, folder: Path, index: shards.Index) -> Prepared:
     def dataset(files: tuple[shards.TokenFile, ...]) -> PackedDataset:
         paths = [(folder / file.name, file.tokens) for file in files]
         return PackedDataset(paths, dtype=index.dtype, sequence_length=config.sequence_length)
@@ -79,7 +97,7 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
     return Prepared(
         train=dataset(index.train),
         held_out=held_out,
-        tokenizer=tokenizer,
+        tokenizer=load_tokenizer(str(folder / _TOKENIZER)),
         folder=folder,
         train_tokens=index.train_tokens,
         held_out_tokens=index.held_out_tokens,

@@ -26,7 +26,7 @@ from .sources import documents
 from .split import HeldOut, is_held_out, rank
 from .tokenizer import Encoder, parallel_encoding
 
-FORMAT = 1
+FORMAT = 2
 """Part of the cache's key: raise it when the same settings give other files."""
 
 SHARD_TOKENS = 1 << 27
