@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from twell.train import run as run_module
+from twell.train.model import build_model
 from twell.train.recipe import Recipe
 from twell.train.run import train
 
@@ -194,19 +195,28 @@ def test_dense_and_non_gated_and_qwen2(corpus, tmp_path):
     assert last("qwen2", "model.architecture=qwen2", "train.checkpointing=true")["nnz"] > 0
 
 
-def test_dead_neurons_come_back(corpus, tmp_path):
-    """A penalty that kills most: with revival fewer are dead at the end than without."""
-    strong = ("recipe.l1=3", "recipe.l1_start=0", "recipe.l1_end=0", "train.steps=30", "train.save_every=0")
+def test_dead_neurons_come_back(corpus, tmp_path, monkeypatch):
+    """Half of the gate rows become zero: without revival they stay silent, with it they fire again."""
 
-    def summary(name, *overrides):
-        return train(small_run(corpus, *strong, *overrides), tmp_path / name, console=QUIET).summary
+    def half_dead(*arguments, **options):
+        model = build_model(*arguments, **options)
+        for layer in model.model.layers:
+            with torch.no_grad():
+                layer.mlp.gate_proj.weight[::2] = 0
+        return model
 
-    without = summary("without")
-    revived = summary("with", "recipe.revive_every=5", "recipe.revive_until=30")
-    assert without["revived"] == 0
-    assert without["dead"] > 0.2
-    assert revived["revived"] > 0
-    assert revived["dead"] < without["dead"]
+    monkeypatch.setattr(run_module, "build_model", half_dead)
+
+    def dead(name, *overrides):
+        result = train(small_run(corpus, "train.steps=8", *overrides), tmp_path / name, console=QUIET)
+        return [line[1:] for line in logged(result.folder, "dead", "revived")]
+
+    assert dead("without") == [(0.5, 0)] * 8
+    found = dead("with", "recipe.revive_every=4", "recipe.revive_until=8")
+    assert found[2] == (0.5, 0)
+    # Revived after step 4, before its log.
+    assert [line[1] for line in found] == [0, 0, 0, *[2 * 96 / 2] * 5]
+    assert found[-1][0] < 0.1
 
 
 def test_a_dense_checkpoint_becomes_sparse(corpus, tmp_path):
