@@ -21,6 +21,7 @@ from pathlib import Path
 from PIL import Image
 
 import tables_gpu
+import tables_runs
 import tables_training
 from twell.measure import Record, read_records
 from twell.report.plots import speedup_curves
@@ -140,6 +141,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured-on": measured_on,
     **tables_gpu.TABLES,
     **tables_training.TABLES,
+    **tables_runs.TABLES,
 }
 
 
@@ -189,6 +191,8 @@ FIGURES = [
     Figure(ROOT / "docs/figures/cpu_speedup.png", _speedup_curves_data, _draw_speedup_curves),
     Figure(ROOT / "docs/figures/gpu_speedup.png", tables_gpu.curves_data, tables_gpu.draw_curves),
     Figure(ROOT / "docs/figures/gpu_training.png", tables_training.curves_data, tables_training.draw_curves),
+    Figure(ROOT / "docs/figures/runs_small.png", tables_runs.small_curves, tables_runs.draw_small),
+    Figure(ROOT / "docs/figures/runs_wide.png", tables_runs.wide_curves, tables_runs.draw_wide),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Whole training runs on a GPU; writes benchmarks/results/training_runs.jsonl, one line per run.
+"""Whole training runs on a GPU; writes benchmarks/results/runs/training.jsonl, one line per run.
 
     small   about 100M parameters on the same tokens: SiLU, ReLU without a penalty, several penalties, revival
     wide    the paper's width (D 2048, H 5632, 8 layers): automatic plans against dense, from one seed
@@ -30,9 +30,9 @@ import twell
 from twell.measure.environment import commit, hardware, versions
 from twell.train.metrics import read_metrics
 
-RESULTS = Path(__file__).parent / "results" / "training_runs.jsonl"
+RESULTS = Path(__file__).parent / "results" / "runs" / "training.jsonl"
 POINTS = 150  # of a stored curve, at most
-CURVE = ("tokens", "ce_loss", "nnz", "dead", "tokens_per_second")
+CURVE = ("tokens", "ce_loss", "nnz", "dead", "tokens_per_second", "peak_memory_bytes")
 console = Console(width=150)
 
 SMALL = (

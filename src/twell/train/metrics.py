@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 
@@ -32,6 +33,9 @@ class MetricsFile(TrainerCallback):
                 (state.global_step - step) * self.tokens_per_step / max(now - then, 1e-9)
             )
             self._last = state.global_step, now
+            if torch.cuda.is_available():  # of this stretch: a run that turns sparse needs less later on
+                logs["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
             line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step} | logs
             with self.path.open("a") as out:

@@ -74,6 +74,9 @@ def train(
         sequence_length=config.data.sequence_length,
         l1=config.recipe.l1,
     )
+    if config.train.compile and config.train.checkpointing:
+        # Checkpointed blocks note their statistics when they are computed again, too: nobody reads those.
+        torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     if torch.cuda.is_available():
@@ -248,5 +251,5 @@ def _summary(
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "data_tokens": data.train_tokens,
         "processes": trainer.args.world_size,
-        "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        "peak_memory_bytes": max((line.get("peak_memory_bytes", 0) for line in logs), default=0) or None,
     }

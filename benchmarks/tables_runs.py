@@ -1,0 +1,144 @@
+"""Tables and figures of whole training runs, for tables.py; without records they say so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from twell.report.plots import training_curves
+
+RECORDS = Path(__file__).resolve().parent / "results" / "runs" / "training.jsonl"
+NOT_MEASURED = "Not measured yet."
+SMALL = {
+    "silu": "SiLU, dense",
+    "relu": "ReLU, lambda 0",
+    "l1-3e-5": "lambda 3e-5",
+    "l1-1e-4": "lambda 1e-4",
+    "l1-3e-4": "lambda 3e-4",
+    "l1-3e-4-revival": "lambda 3e-4, revival every 50 steps",
+    "l1-1e-3": "lambda 1e-3",
+}
+WIDE = {"dense": "dense", "auto": "automatic plan"}
+
+
+def runs(suite: str) -> dict[str, dict[str, Any]]:
+    """name -> the last record of each run."""
+    if not RECORDS.exists():
+        return {}
+    records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    prefix = f"training_runs/{suite}/"
+    return {r["what"].removeprefix(prefix): r for r in records if r["what"].startswith(prefix)}
+
+
+def small_runs() -> str:
+    """Held-out cross-entropy, sparsity and dead neurons, same tokens."""
+    found = runs("small")
+    if not found:
+        return NOT_MEASURED
+    base = found["relu"]["summary"]["held_out_ce_loss"]
+    lines = [
+        "| | held-out cross-entropy | over lambda 0 | active per token | dead | revived |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, title in SMALL.items():
+        if name in found:
+            s = found[name]["summary"]
+            loss = s["held_out_ce_loss"]
+            cells = ["", "", ""]
+            if s["held_out_nnz"] is not None:
+                cells = [f"{s['held_out_nnz']:.1f}", f"{s['dead']:.1%}", f"{s['revived']:,}"]
+            lines.append(f"| {title} | {loss:.3f} | {loss / base - 1:+.1%} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def wide_runs() -> str:
+    """Dense against the automatic plan at the paper's width, from one seed."""
+    found = runs("wide")
+    if not found:
+        return NOT_MEASURED
+    dense = found["dense"]
+    lines = [
+        "| | held-out cross-entropy | active per token | tokens/s, second half | over dense |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, title in WIDE.items():
+        s, rate = found[name]["summary"], _late_rate(found[name])
+        lines.append(
+            f"| {title} | {s['held_out_ce_loss']:.4f} | {s['held_out_nnz']:.1f} | {rate:,.0f} "
+            f"| {rate / _late_rate(dense):.2f}x |"
+        )
+    gaps = _gaps(found)
+    lines += [
+        "",
+        f"The largest difference between the two cross-entropies in a log of 5 steps is {max(gaps):.3f}, "
+        f"the mean {sum(gaps) / len(gaps):.4f}.",
+    ]
+    return "\n".join(lines)
+
+
+def _late_rate(record: dict[str, Any]) -> float:
+    rates = record["curve"]["tokens_per_second"]
+    return median(rates[len(rates) // 2 :])
+
+
+def _gaps(found: dict[str, dict[str, Any]]) -> list[float]:
+    one, other = (found[name]["curve"]["ce_loss"] for name in WIDE)
+    return [abs(a - b) for a, b in zip(one, other, strict=True)]
+
+
+def measured_on() -> str:
+    found = [*runs("small").values(), *runs("wide").values()]
+    if not found:
+        return NOT_MEASURED
+    record = found[-1]
+    return (
+        f"Measured on one {record['hardware'].get('gpu')}, torch {record['versions']['torch']}, "
+        f"commit {record['commit']}, {record['date'][:10]}."
+    )
+
+
+def _lines(record: dict[str, Any]) -> list[dict[str, float]]:
+    curve = record["curve"]
+    keys = [key for key in ("tokens", "ce_loss", "nnz") if curve[key][0] is not None]
+    return [dict(zip(keys, values, strict=True)) for values in zip(*(curve[k] for k in keys), strict=True)]
+
+
+def small_curves() -> dict[str, list[dict[str, float]]]:
+    found = runs("small")
+    shown = ("relu", "l1-3e-5", "l1-1e-4", "l1-3e-4", "l1-1e-3")
+    return {SMALL[name]: _lines(found[name]) for name in shown if name in found}
+
+
+def wide_curves() -> dict[str, list[dict[str, float]]]:
+    found = runs("wide")
+    return {WIDE[name]: _lines(found[name]) for name in WIDE if name in found}
+
+
+def draw_small(data: object, path: Path, metadata: dict[str, str]) -> None:
+    training_curves(
+        data,
+        path,
+        title="112M parameters on English text: L1 and what it does",
+        subtitle="H 2560, same tokens and seed; lambda rises from step 60 to 180 of 600",
+        metadata=metadata,
+    )
+
+
+def draw_wide(data: object, path: Path, metadata: dict[str, str]) -> None:
+    training_curves(
+        data,
+        path,
+        title="The paper's width: layers switch to the sparse kernels by themselves",
+        subtitle="D 2048, H 5632, 8 layers, lambda 6e-4, same seed; the curves lie on each other",
+        metadata=metadata,
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "runs-small": small_runs,
+    "runs-wide": wide_runs,
+    "runs-measured-on": measured_on,
+}
