@@ -110,7 +110,7 @@ def evaluate(
 def generate(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
     prompt: Annotated[str, Option(help="Text to continue.")],
-    tokens: Annotated[int, Option(min=1, help="New tokens, at most.")] = 64,
+    tokens: Annotated[int | None, Option(min=1, help="New tokens; 64, or what fits.")] = None,
     temperature: Annotated[float, Option(min=0, help="0: always the likeliest token.")] = 0.0,
     top_p: Annotated[float, Option(min=0.01, max=1, help="Sample from so much of the probability.")] = 0.95,
     seed: Annotated[int, Option(help="Of the sampling.")] = 0,

@@ -13,7 +13,7 @@ def run_generate(
     *,
     model: str,
     prompt: str,
-    tokens: int,
+    tokens: int | None,
     temperature: float,
     top_p: float,
     seed: int,
@@ -31,6 +31,10 @@ def run_generate(
     if not length:
         reject("prompt", repr(prompt), "text of at least one token")
     positions = loaded.config.max_position_embeddings
+    if tokens is None:
+        tokens = min(64, positions - length)
+    if tokens < 1:
+        reject("prompt", f"{length} tokens", f"fewer than the {positions} positions of the model")
     if length + tokens > positions:
         reject("tokens", tokens, f"at most {positions - length}: the model has {positions} positions")
     torch.manual_seed(seed)

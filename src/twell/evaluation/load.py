@@ -20,10 +20,12 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
     """
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging as transformers_logging
     except ImportError as error:
         raise ImportError('loading models needs transformers: pip install "twell[hf]"') from error
     import twell.hf  # noqa: F401 - registers the sparse models
 
+    transformers_logging.disable_progress_bar()  # one bar per tensor
     folder = Path(path)
     if (folder / "model" / "config.json").is_file():
         folder = folder / "model"

@@ -1,0 +1,173 @@
+"""Evaluation and generation from saved models: text, lm-eval's own harness on a local task, the commands."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+from typer.testing import CliRunner
+
+from twell.cli.app import app
+from twell.evaluation import evaluate_text, load_model
+from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM, to_stock
+from twell.train.data import DataConfig, prepare
+
+from .train.runs import write_corpus
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a small model and its tokenizer, and one with the text."""
+    root = tmp_path_factory.mktemp("evaluation")
+    corpus = write_corpus(root / "corpus")
+    data = prepare(
+        DataConfig(source=str(corpus), vocab_size=384, sequence_length=16, cache=str(root / "cache")),
+        quiet=True,
+    )
+    torch.manual_seed(0)
+    config = SparseLlamaConfig(
+        vocab_size=384,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=data.tokenizer.eos_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    SparseLlamaForCausalLM(config).save_pretrained(root / "model")
+    data.tokenizer.save_pretrained(root / "model")
+    return root / "model", corpus
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+class TestText:
+    def test_is_what_the_model_itself_says(self, saved):
+        """Windows of 16 tokens, one at a time, through the model's own loss; the last is shorter."""
+        model, tokenizer = load_model(str(saved[0]))
+        texts = ["import torch\n", "def main():\n    return 3\n" * 4]
+        found = evaluate_text(model, tokenizer, texts, sequence_length=16, batch=3)
+        ids = [t for text in texts for t in [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+        windows = [torch.tensor([ids[i : i + 16]]) for i in range(0, len(ids), 16)]
+        windows = [w for w in windows if w.shape[1] > 1]
+        total, firing = 0.0, torch.zeros(2, 64, dtype=torch.int64)
+        with torch.no_grad():
+            for window in windows:
+                output = model(input_ids=window, labels=window)
+                total += output.ce_loss.item() * (window.shape[1] - 1)
+                firing += torch.stack(output.firing)
+        assert found.tokens == sum(w.shape[1] for w in windows)
+        assert found.predicted == found.tokens - len(windows)
+        assert found.cross_entropy == pytest.approx(total / found.predicted, rel=1e-5)
+        assert found.perplexity == pytest.approx(math.exp(found.cross_entropy))
+        assert found.l0 == pytest.approx((firing.sum(1) / found.tokens).tolist())
+        assert found.silent == pytest.approx((firing == 0).double().mean(1).tolist())
+        assert all(value > 0 for value in found.l1)
+
+    def test_stock_models_have_no_sparsity(self, saved):
+        model, tokenizer = load_model(str(saved[0]))
+        sparse = evaluate_text(model, tokenizer, ["import torch\n" * 9])
+        dense = evaluate_text(to_stock(model), tokenizer, ["import torch\n" * 9])
+        assert dense.l0 == ()
+        assert dense.cross_entropy == pytest.approx(sparse.cross_entropy, rel=1e-5)
+
+    def test_limits(self, saved):
+        model, tokenizer = load_model(str(saved[0]))
+        assert evaluate_text(model, tokenizer, ["import torch\n" * 99], max_tokens=40).tokens == 40
+        with pytest.raises(ValueError, match=r"sequence_length: got 65; accepted: 2 to 64"):
+            evaluate_text(model, tokenizer, ["a"], sequence_length=65)
+        with pytest.raises(ValueError, match="documents: got 0 tokens"):
+            evaluate_text(model, tokenizer, [])
+
+
+def test_eval_command(saved, tmp_path):
+    model, corpus = saved
+    result = run("eval", model, "--text", corpus, "--max-tokens", 500, "--out", tmp_path / "found.json")
+    assert result.exit_code == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["tokens"] == 500
+    assert len(found["l0"]) == 2
+    assert f"{found['cross_entropy']:.4f}" in result.output
+
+
+def test_tasks_through_the_real_harness(saved, tmp_path):
+    """A multiple-choice task of our own: the accuracy is that of scoring the choices by hand."""
+    pytest.importorskip("lm_eval")
+    questions = [
+        {"query": "import", "choices": [" torch", " the"], "gold": 0},
+        {"query": "def", "choices": [" self", " main"], "gold": 1},
+        {"query": "return", "choices": [" None", " x"], "gold": 0},
+    ]
+    data = tmp_path / "questions.jsonl"
+    data.write_text("".join(json.dumps(q) + "\n" for q in questions))
+    (tmp_path / "own.yaml").write_text(
+        f"""task: twell_own
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{query}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: gold
+target_delimiter: ""
+metric_list: [{{metric: acc, aggregation: mean, higher_is_better: true}}]
+"""
+    )
+    options = ("--tasks", "twell_own", "--include", tmp_path, "--out", tmp_path / "found.json")
+    result = run("eval", saved[0], *options)
+    assert result.exit_code == 0, result.output
+    model, tokenizer = load_model(str(saved[0]))
+    right = 0
+    for question in questions:
+        scores = []
+        for choice in question["choices"]:
+            start = tokenizer(question["query"])["input_ids"]
+            ids = torch.tensor([tokenizer(question["query"] + choice)["input_ids"]])
+            with torch.no_grad():
+                log = model(input_ids=ids).logits.log_softmax(-1)
+            at = torch.arange(len(start), ids.shape[1])
+            scores.append(log[0, at - 1, ids[0, at]].sum().item())
+        right += scores.index(max(scores)) == question["gold"]
+    assert json.loads((tmp_path / "found.json").read_text())["tasks"] == {
+        "twell_own": pytest.approx(right / 3)
+    }
+    with pytest.raises(ValueError, match="tasks: got no_such_task"):
+        run("eval", saved[0], "--tasks", "no_such_task")
+
+
+def test_generate_command_writes_what_generate_does(saved):
+    result = run("generate", saved[0], "--prompt", "import", "--tokens", 6)
+    assert result.exit_code == 0
+    model, tokenizer = load_model(str(saved[0]))
+    prompt = tokenizer("import", return_tensors="pt").input_ids
+    wanted = to_stock(model).generate(prompt, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    assert tokenizer.decode(wanted[0], skip_special_tokens=True).strip() in result.output
+    assert "tokens/s" in result.output
+    again = [
+        run("generate", saved[0], "--prompt", "def", "--temperature", 1, "--seed", 3).stdout for _ in range(2)
+    ]
+    assert again[0] == again[1]
+
+
+def test_bad_input(saved, tmp_path):
+    for arguments, message in [
+        (("eval", saved[0]), "text: got"),
+        (("eval", tmp_path / "nowhere", "--text", "python"), "model: got"),
+        (("eval", tmp_path, "--text", "python"), "config.json"),
+        (("generate", saved[0], "--prompt", "x", "--tokens", 64), "tokens: got 64; accepted: at most 63"),
+        (("generate", saved[0], "--prompt", "", "--tokens", 4), "prompt: got ''"),
+        (("generate", saved[0], "--prompt", "x", "--dtype", "int4"), "dtype: got 'int4'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(*arguments)
