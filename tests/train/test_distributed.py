@@ -19,17 +19,17 @@ from .runs import logged, small_run, write_corpus
 ROOT = Path(__file__).parents[2]
 
 
-def launch(processes, *arguments):
+def launch(processes, *arguments, module=("twell.cli", "train")):
     """`twell train` in its own processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = command if processes > 1 else [sys.executable]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
     result = subprocess.run(
-        [*command, "-m", "twell.cli", "train", *map(str, arguments)],
+        [*command, "-m", *module, *map(str, arguments)],
         env=environment,
         capture_output=True,
         text=True,
@@ -68,3 +68,8 @@ def test_two_processes_equal_one_and_resume(tmp_path):
     launch(2, "--resume", tmp_path / "run2")
     assert logged(tmp_path / "run2", *values) == two
     assert manifest.exists()
+
+
+@pytest.mark.slow
+def test_revival_of_sharded_weights():
+    assert launch(2, module=("tests.train.sharded_revival",)).count("revived the same") == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -37,6 +38,8 @@ def run_train(
     result = train(
         run_config(with_overrides(settings, overrides)), folder, resume=resume is not None, console=console
     )
+    if int(os.environ.get("RANK", "0")):
+        return
     if not result.finished:
         step = result.summary["step"]
         console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", highlight=False)

@@ -21,7 +21,13 @@ def tiny() -> Settings:
             "heads": 4,
             "positions": 256,
         },
-        "data": {"source": "python", "vocab_size": 2048, "sequence_length": 128, "held_out": 0.05},
+        "data": {
+            "source": "python",
+            "vocab_size": 2048,
+            "sequence_length": 128,
+            "held_out": 0.05,
+            "held_out_tokens": 40_000,
+        },
         "recipe": {"l1": 2e-3, "l1_start": 30, "l1_end": 90},
         "train": {
             "steps": 300,
