@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,9 @@ def test_two_processes_equal_one_and_resume(tmp_path):
     assert one[-1][-1] > 0
     for a, b in zip(one, two, strict=True):
         assert a == pytest.approx(b, rel=2e-4)
+    found = [json.loads((tmp_path / f"run{n}" / "summary.json").read_text()) for n in (1, 2)]
+    assert found[0]["held_out_ce_loss"] == pytest.approx(found[1]["held_out_ce_loss"], rel=2e-4)
+    assert found[0]["held_out_nnz"] == pytest.approx(found[1]["held_out_nnz"], rel=2e-2)  # last batch padded
 
     manifest = tmp_path / "run2" / "checkpoint-6" / "manifest.json"
     manifest.unlink()  # as if the last save had not come to its end

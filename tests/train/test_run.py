@@ -159,6 +159,15 @@ def test_a_full_disk_keeps_what_was_saved(corpus, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "checkpoint-4" / "manifest.json").exists()
 
 
+def test_a_run_that_diverges_ends(corpus, tmp_path):
+    with pytest.raises(FloatingPointError, match=r"the loss is nan at step \d+; "):
+        train(
+            small_run(corpus, "train.lr=1e30", "train.clip=0", "train.warmup=0"),
+            tmp_path / "run",
+            console=QUIET,
+        )
+
+
 def test_nothing_is_overwritten_or_mixed(whole, corpus, tmp_path):
     before = (whole / "metrics.jsonl").read_bytes()
     with pytest.raises(

@@ -15,5 +15,5 @@ def main() -> None:
         sys.exit(f"the twell command needs typer and rich ({error}): pip install typer rich")
     try:
         app()
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, FloatingPointError) as error:
         sys.exit(f"twell: {error}")

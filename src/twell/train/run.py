@@ -150,7 +150,7 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         report_to=list(train.report) or "none",
         seed=train.seed,
         dataloader_num_workers=train.workers,
-        dataloader_drop_last=True,
+        dataloader_drop_last=False,  # training has whole batches only; a small evaluation set may not
         dataloader_pin_memory=cuda,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,

@@ -89,6 +89,10 @@ class SparseTrainer(Trainer):
         if "loss" in logs:
             logs |= self.recipe.report()
         super().log(logs, *arguments, **options)
+        if not math.isfinite(logs.get("loss", 0.0)):
+            last = newest_whole(Path(self.args.output_dir))
+            kept = "no checkpoint was saved before" if last is None else f"the last checkpoint is {last}"
+            raise FloatingPointError(f"the loss is {logs['loss']} at step {self.state.global_step}; {kept}")
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
