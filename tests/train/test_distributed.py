@@ -64,8 +64,8 @@ def test_two_processes_equal_one_and_resume(tmp_path):
     for a, b in zip(one, two, strict=True):
         assert a == pytest.approx(b, rel=2e-4)
     found = [json.loads((tmp_path / f"run{n}" / "summary.json").read_text()) for n in (1, 2)]
-    assert found[0]["held_out_ce_loss"] == pytest.approx(found[1]["held_out_ce_loss"], rel=2e-4)
-    assert found[0]["held_out_nnz"] == pytest.approx(found[1]["held_out_nnz"], rel=2e-2)  # last batch padded
+    for name in ("held_out_ce_loss", "held_out_nnz"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-5)
 
     manifest = tmp_path / "run2" / "checkpoint-6" / "manifest.json"
     manifest.unlink()  # as if the last save had not come to its end

@@ -147,10 +147,10 @@ def test_a_damaged_checkpoint_is_left_out(whole, corpus, tmp_path, monkeypatch, 
 def test_a_full_disk_keeps_what_was_saved(corpus, tmp_path, monkeypatch):
     real = Recipe.save
 
-    def save(self, folder):
+    def save(self, folder, first):
         if folder.name == "checkpoint-8":
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(self, folder)
+        real(self, folder, first)
 
     monkeypatch.setattr(Recipe, "save", save)
     with pytest.raises(OSError, match=r"no space left to save step 8; the last checkpoint is .*checkpoint-4"):

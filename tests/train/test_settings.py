@@ -61,6 +61,11 @@ def test_overrides_with_and_without_section():
         ),
         ("recipe.l1=-1", r"recipe.l1: got -1"),
         ("train.precision=int8", r"train.precision: got 'int8'"),
+        ("train.clip=.nan", r"train.clip: got nan"),
+        ("recipe.l1=.inf", r"recipe.l1: got inf"),
+        ("model.plan=bogus", r"path: got 'bogus'"),
+        ("train.seed=99999999999", r"train.seed: got 99999999999"),
+        ("data.source=[a", r"override: got 'data.source=\[a'; accepted: a value in YAML"),
     ],
 )
 def test_bad_settings_name_the_setting(override, message):
@@ -78,6 +83,10 @@ def test_unknown_names_in_a_file(tmp_path):
         run_config({"trian": {}})
     with pytest.raises(ValueError, match=r"train.step: got 3.*did you mean 'steps'"):
         run_config({"train": {"step": 3}})
+    with pytest.raises(ValueError, match="setting: got '1'"):
+        run_config({1: 2})
+    with pytest.raises(ValueError, match=r"train.1: got 2"):
+        run_config({"train": {1: 2}})
     with pytest.raises(ValueError, match="train: got 3; accepted: a section"):
         run_config({"train": 3})
     (tmp_path / "broken.yaml").write_text("train: [")

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import reference
+from .._checks import reject
 from ..measure import Timing, compare
 from ..nn import SparseMLP
 from ..plan import Plan
@@ -24,15 +25,21 @@ _PROMPT = "def read_file(path):\n    "
 def run_demo(*, output: Path, overrides: list[str]) -> None:
     """Train, plot, reload, check, time, generate; everything is written to `output`."""
     from ..evaluation import load_model
+    from ..train.folder import METRICS
     from ..train.metrics import read_metrics
     from ..train.presets import preset
-    from ..train.run import METRICS, train
+    from ..train.run import train
     from ..train.settings import run_config, with_overrides
 
     console = Console()
     run = _new_folder(output)
     console.rule("1. train: Llama, ReLU, a mild L1 penalty, on the source of Python's standard library")
-    result = train(run_config(with_overrides(preset("tiny"), overrides)), run, console=console)
+    config = run_config(with_overrides(preset("tiny"), overrides))
+    if config.model.dense:
+        reject(
+            "model.activation", repr(config.model.activation), "relu, relu2 or fatrelu(T): the demo is sparse"
+        )
+    result = train(config, run, console=console)
     if not result.finished:
         console.print(f"stopped; to go on: twell train --resume {run}", highlight=False)
         return

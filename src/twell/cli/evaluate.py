@@ -33,6 +33,8 @@ def run_eval(
 
     if not text and not tasks:
         reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or both")
+    if out is not None and (out.exists() or not out.parent.is_dir()):
+        reject("out", str(out), "a new file in a folder that exists")
     console = Console()
     loaded, tokenizer = load_model(model, dtype=dtype)
     found: dict[str, object] = {"model": model}

@@ -40,7 +40,7 @@ def run_generate(
     torch.manual_seed(seed)
     sampling = {"do_sample": False}
     if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p}
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     start = perf_counter()
     with torch.inference_mode(), recorded_paths() as ran:
         output = loaded.generate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -20,8 +21,9 @@ def run_train(
     resume: Path | None,
 ) -> None:
     # Imported here: they bring transformers, which takes seconds.
+    from ..train.folder import CONFIG
     from ..train.presets import preset as preset_settings
-    from ..train.run import CONFIG, train
+    from ..train.run import train
     from ..train.settings import read_settings, run_config, with_overrides
 
     if resume is not None:
@@ -43,7 +45,7 @@ def run_train(
     if not result.finished:
         step = result.summary["step"]
         console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", highlight=False)
-        return
+        raise typer.Exit(130)  # what a shell says of Ctrl-C: nothing that follows should run
     table = Table("", "", show_header=False)
     for name, value in result.summary.items():
         if value is not None:

@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from .._checks import reject, require_positive_int
 from ..hf import sparse_mlps
 from ..nn import SparseMLP
+from ..train.data.tokenizer import Encoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ def evaluate_text(
     positions = getattr(model.config, "max_position_embeddings", 1024)
     length = min(positions, 1024) if sequence_length is None else sequence_length
     require_positive_int("batch", batch)
+    if isinstance(documents, str):
+        reject("documents", "a str", "an iterable of texts")
     if not 2 <= length <= positions:
         reject("sequence_length", sequence_length, f"2 to {positions}, the positions of the model")
     layers = sparse_mlps(model)
@@ -103,10 +106,13 @@ def _add(model: torch.nn.Module, windows: Tensor, sums: _Sums) -> None:
 
 def _tokens(tokenizer, documents: Iterable[str], max_tokens: int | None) -> Iterable[int]:
     left = math.inf if max_tokens is None else max_tokens
+    # As training encodes it: text that spells a special token is text.
+    encoder = Encoder(tokenizer) if tokenizer.is_fast and tokenizer.eos_token_id is not None else None
     for text in documents:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
+        if encoder is not None:
+            ids = encoder.encode([text])[0].tolist()
+        else:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         for token in ids:
             if left <= 0:
                 return

@@ -7,10 +7,11 @@ import json
 import logging
 import os
 import re
+import shutil
 from pathlib import Path
 
 MANIFEST = "manifest.json"
-_FOLDER = re.compile(r"checkpoint-(\d+)$")
+_FOLDER = re.compile(r"^checkpoint-(\d+)$")
 _log = logging.getLogger("twell")
 
 
@@ -57,6 +58,22 @@ def newest_whole(run: Path) -> Path | None:
             return folder
         _log.warning("checkpoint %s is left out: %s", folder, problem)
     return None
+
+
+def drop_old(run: Path, keep: int) -> None:
+    """Keep the newest `keep` finished checkpoints: called when a newer one has just been finished."""
+    finished = [folder for folder in checkpoints(run) if (folder / MANIFEST).exists()]
+    for folder in sorted(finished, key=step_of)[:-keep]:
+        shutil.rmtree(folder)
+
+
+def set_aside_after(run: Path, step: int) -> None:
+    """Checkpoints of later steps than the one to go on from are not whole: put aside, not deleted."""
+    for folder in checkpoints(run):
+        if step_of(folder) > step:
+            target = run / f"damaged-{folder.name}"
+            shutil.rmtree(target, ignore_errors=True)
+            folder.rename(target)
 
 
 def checkpoints(run: Path) -> list[Path]:

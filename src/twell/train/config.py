@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._checks import reject
 from ..activations import Activation
+from ..plan import Plan
 from .data import DataConfig
 
 ARCHITECTURES = ("llama", "qwen2")
@@ -18,13 +20,13 @@ DENSE_ACTIVATIONS = ("silu", "gelu")
 def _positive(section: str, config: Any, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        if value is not None and value <= 0:
+        if value is not None and not 0 < value < math.inf:
             reject(f"{section}.{name}", value, "a number above 0")
 
 
 def _not_negative(section: str, config: Any, *names: str) -> None:
     for name in names:
-        if getattr(config, name) < 0:
+        if not 0 <= getattr(config, name) < math.inf:
             reject(f"{section}.{name}", getattr(config, name), "a number of at least 0")
 
 
@@ -64,8 +66,15 @@ class ModelConfig:
         _positive(
             "model", self, "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "positions"
         )
+        _positive("model", self, "rms_norm_eps", "initializer_range")
+        if self.plan is not None:
+            Plan.parse(self.plan)
         if self.hidden_size % self.heads:
             reject("model.heads", self.heads, f"a divisor of hidden_size = {self.hidden_size}")
+        if self.hidden_size // self.heads % 2:
+            reject(
+                "model.heads", self.heads, "heads of an even size: rotary positions turn pairs of features"
+            )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             reject("model.kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
         if not self.dense:
@@ -101,6 +110,8 @@ class RecipeConfig:
     def __post_init__(self) -> None:
         _not_negative("recipe", self, "l1", "l1_start", "l1_end", "revive_every")
         _positive("recipe", self, "dead_after")
+        if self.revive_until is not None and self.revive_until < 0:
+            reject("recipe.revive_until", self.revive_until, "a step of at least 0")
         if self.l1_end < self.l1_start:
             reject("recipe.l1_end", self.l1_end, f"a step of at least l1_start = {self.l1_start}")
 
@@ -112,7 +123,8 @@ class TrainConfig:
     batch:          sequences per step, over all processes; the number of processes does not change the run.
     micro_batch:    sequences per process at a time; gradients of several are accumulated. None: all at once.
     precision:      of the computation; weights and optimiser stay in float32 (autocast).
-    eval_every, save_every, log_every:  in steps; 0: at the end only.
+    eval_every, save_every, log_every:  in steps. The last step is always logged, evaluated and saved; 0 for
+                    the first two: nothing else is.
     keep:           checkpoints to keep, at least 2, so that a damaged one is not the last.
     workers:        processes that load data; 0: the training process does.
     report:         where metrics go besides the run directory: any of "tensorboard", "wandb", ...
@@ -150,6 +162,8 @@ class TrainConfig:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 reject(f"train.{name}", getattr(self, name), "a number from 0 to 1, without 1")
+        if self.seed >= 2**32:
+            reject("train.seed", self.seed, "at most 4,294,967,295")
         if self.final_lr > self.lr:
             reject("train.final_lr", self.final_lr, f"at most lr = {self.lr}")
 

@@ -88,7 +88,18 @@ def _from_checkpoint(config: ModelConfig, vocab_size: int, l1: float) -> PreTrai
         if found.hidden_act != config.activation:
             reject("model.activation", repr(config.activation), f"{found.hidden_act!r}, as {path} has it")
         return model
+    kind = found.model_type.removesuffix("_sparse_relu")
+    if kind != config.architecture:
+        reject("model.architecture", repr(config.architecture), f"{kind!r}, as {path} has it")
     if not hasattr(found, "sparsity_activation"):
+        if not config.gated:
+            reject("model.gated", False, f"true, as {path} has it")
         return hf.relufy(model, activation=config.activation, l1_coeff=l1)
+    if found.sparsity_activation != config.activation:
+        reject(
+            "model.activation", repr(config.activation), f"{found.sparsity_activation!r}, as {path} has it"
+        )
+    if found.sparsity_gated_mlp != config.gated:
+        reject("model.gated", config.gated, f"{found.sparsity_gated_mlp}, as {path} has it")
     model.config.sparsity_l1_coeff = l1
     return model

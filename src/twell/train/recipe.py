@@ -37,13 +37,12 @@ class Recipe(TrainerCallback):
         self.tracker: FiringTracker | None = None
         self.revived = 0
         self._l1_weight = 0.0
-        self._sums: Tensor | None = (
-            None  # float64: cross-entropy over tokens, tokens, L1 over batches, batches
-        )
+        # float64: loss and cross-entropy over tokens, tokens, L1 over batches, batches
+        self._sums: Tensor | None = None
 
     def prepare(self, device: torch.device) -> None:
         """Before training; again with every `train()`."""
-        self._sums = torch.zeros(4, dtype=torch.float64, device=device)
+        self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         if self.layers:
             self.tracker = FiringTracker([mlp.intermediate_size for mlp in self.layers], device)
 
@@ -52,20 +51,20 @@ class Recipe(TrainerCallback):
         counted = (labels[..., 1:] != -100).sum()
         loss = outputs.get("ce_loss")
         loss = outputs["loss"] if loss is None else loss
-        total = loss.detach().double() * (counted if num_items is None else num_items)
+        items = counted if num_items is None else num_items
+        total = loss.detach().double() * items
+        penalised = outputs["loss"].detach().double() * items
         l1 = outputs.get("l1_loss")
         l1 = torch.zeros_like(total) if l1 is None else l1.detach().double()
-        self._sums += torch.stack([total, counted.double(), l1, torch.ones_like(total)])
+        self._sums += torch.stack([penalised, total, counted.double(), l1, torch.ones_like(total)])
         if self.tracker is not None:
             self.tracker.add(outputs["firing"], labels.numel())
 
     def report(self) -> dict[str, float]:
         """Means since the last report, over all processes: call it on every one."""
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self._sums)
-        total, tokens, l1, batches = self._sums.tolist()
+        penalised, total, tokens, l1, batches = self._sums_of_all().tolist()
         self._sums.zero_()
-        found = {"ce_loss": total / tokens} if tokens else {}
+        found = {"loss": penalised / tokens, "ce_loss": total / tokens} if tokens else {}
         if self.tracker is not None:
             found |= {"l1_loss": l1 / batches} if batches else {}
             found |= {"l1_weight": self._l1_weight, "revived": self.revived}
@@ -78,12 +77,24 @@ class Recipe(TrainerCallback):
             found |= {f"dead_layer_{layer}": value for layer, value in enumerate(dead)}
         return found
 
+    def _sums_of_all(self) -> Tensor:
+        sums = self._sums.clone()
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+        return sums
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # A resumed run takes these from its checkpoint, whatever it is told now.
+        state.compute_steps(args, state.max_steps)
+
     def on_step_begin(self, args, state, control, model=None, **kwargs):
         if self.layers:
             self._l1_weight = self.schedule(state.global_step)
             _unwrapped(model).l1_weight = self._l1_weight
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+        if state.global_step >= state.max_steps:
+            control.should_log = True
         if self.tracker is None:
             return
         self.tracker.finish_step()
@@ -107,16 +118,21 @@ class Recipe(TrainerCallback):
             self.tracker.revived(layer, neurons)
             self.revived += neurons.numel()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, first: bool) -> None:
+        """Call it on every process; the first writes."""
+        state = {"sums": self._sums_of_all().cpu(), "revived": torch.tensor(self.revived)}
         if self.tracker is not None:
-            save_file(
-                self.tracker.state_dict() | {"revived": torch.tensor(self.revived)}, folder / STATE_FILE
-            )
+            state |= self.tracker.state_dict()
+        if first:
+            save_file(state, folder / STATE_FILE)
 
     def load(self, folder: Path) -> None:
+        state = load_file(folder / STATE_FILE)
+        self.revived = int(state.pop("revived"))
+        sums = state.pop("sums")
+        if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+            self._sums.copy_(sums)  # of all processes together
         if self.tracker is not None:
-            state = load_file(folder / STATE_FILE)
-            self.revived = int(state.pop("revived"))
             self.tracker.load_state_dict(state)
 
 

@@ -10,6 +10,7 @@ summary.json    what came out
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -24,23 +25,16 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
 from .._checks import reject
-from .checkpoints import checkpoints, newest_whole
+from .._log import log_once
+from .checkpoints import newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
+from .folder import METRICS, MODEL, SUMMARY, check_data, claimed, with_absolute_paths
 from .interrupt import SaveOnInterrupt
 from .metrics import MetricsFile, read_metrics
 from .model import build_model, check_checkpoint
 from .progress import ProgressBar
-from .settings import read_settings, run_config, to_yaml
-from .trainer import SparseTrainer
-
-CONFIG, METRICS, SUMMARY, MODEL = "config.yaml", "metrics.jsonl", "summary.json", "model"
-
-# Settings that do not change what is computed, and may therefore differ when a run is resumed.
-HARMLESS = {
-    "train": {"eval_every", "save_every", "log_every", "keep", "workers", "report", "micro_batch"},
-    "data": {"cache"},
-}
+from .trainer import SparseTrainer, is_disk_full
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +54,32 @@ def train(
     Run it in one process, or in each of several that torchrun or `accelerate launch` have started.
     """
     console = console or Console()
+    config = with_absolute_paths(config)
     if config.model.init_from is not None:
         check_checkpoint(config.model.init_from)
     first = int(os.environ.get("RANK", "0")) == 0
-    _claim(config, folder, resume, first)
+    with claimed(config, folder, resume=resume, first=first), SaveOnInterrupt() as interrupt:
+        if resume and (stored := _finished(config, folder)) is not None:
+            return RunResult(folder=folder, finished=True, summary=stored)
+        return _train(config, folder, resume, interrupt, console)
+
+
+def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
+    """The summary of a run that is through."""
+    path = folder / SUMMARY
+    if not path.exists() or not (folder / MODEL / "config.json").exists():
+        return None
+    summary = json.loads(path.read_text())
+    return summary if summary["steps"] == config.train.steps else None
+
+
+def _train(
+    config: RunConfig, folder: Path, resume: bool, interrupt: SaveOnInterrupt, console: Console
+) -> RunResult:
+    first = int(os.environ.get("RANK", "0")) == 0
+    arguments = training_arguments(config, folder)
     data = prepare(_data_config(config), quiet=not first)
+    check_data(folder, data.folder, resume=resume, first=first)
     _check_held_out(config, data)
     torch.manual_seed(config.train.seed)
     model = build_model(
@@ -81,28 +96,30 @@ def train(
     transformers_logging.disable_progress_bar()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    with SaveOnInterrupt() as interrupt:
-        progress = ProgressBar(config.tokens_per_step, console)
-        metrics = MetricsFile(folder / METRICS, config.tokens_per_step)
-        trainer = SparseTrainer(
-            model=model,
-            args=training_arguments(config, folder),
-            train_dataset=data.train,
-            eval_dataset=data.held_out,
-            processing_class=data.tokenizer,
-            data_collator=default_data_collator,
-            callbacks=[metrics, progress, interrupt],
-            run=config,
-        )
-        trainer.remove_callback(PrinterCallback)
-        checkpoint = newest_whole(folder) if resume else None
-        try:
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        finally:
-            progress.close()
-        if interrupt.interrupted and trainer.state.global_step < config.train.steps:
-            return RunResult(folder=folder, finished=False, summary={"step": trainer.state.global_step})
-        return _finish(trainer, config, folder, data)
+    progress = ProgressBar(config.tokens_per_step, console)
+    metrics = MetricsFile(folder / METRICS, config.tokens_per_step)
+    trainer = SparseTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=data.train,
+        eval_dataset=data.held_out,
+        processing_class=data.tokenizer,
+        data_collator=default_data_collator,
+        callbacks=[metrics, progress, interrupt],
+        run=config,
+    )
+    trainer.remove_callback(PrinterCallback)
+    checkpoint = newest_whole(folder) if resume else None
+    trainer.accelerator.wait_for_everyone()
+    if resume and first:
+        set_aside_after(folder, -1 if checkpoint is None else step_of(checkpoint))
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        progress.close()
+    if interrupt.interrupted and trainer.state.global_step < config.train.steps:
+        return RunResult(folder=folder, finished=False, summary={"step": trainer.state.global_step})
+    return _finish(trainer, config, folder, data)
 
 
 def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
@@ -119,7 +136,9 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     if train.final_lr:
         decay = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": train.final_lr}}
     cuda = torch.cuda.is_available()
-    return TrainingArguments(
+    if train.precision == "float16" and not cuda:
+        reject("train.precision", "'float16' without a GPU", "float32 or bfloat16")
+    arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=train.steps,
         per_device_train_batch_size=micro,
@@ -158,35 +177,11 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         disable_tqdm=True,
         use_cpu=not cuda,
     )
-
-
-def _claim(config: RunConfig, folder: Path, resume: bool, first: bool) -> None:
-    """Refuse to mix runs; write the config of a new one."""
-    path = folder / CONFIG
-    if resume:
-        if not path.is_file():
-            reject("resume", str(folder), f"the folder of a run, with its {CONFIG}")
-        different = differences(run_config(read_settings(path)), config)
-        if different:
-            reject("settings", ", ".join(different), f"those of the run, in {path}")
-        return
-    if first:
-        # A config alone is what a run leaves that failed before its first step.
-        if any((folder / name).exists() for name in (METRICS, MODEL)) or checkpoints(folder):
-            reject("out", str(folder), "a new folder; to go on with that run: --resume")
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(to_yaml(config))
-
-
-def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Settings that change what is computed and are not the same, as section.key=old->new."""
-    found = []
-    for section in ("model", "data", "recipe", "train"):
-        before, after = one.as_dict()[section], other.as_dict()[section]
-        for key in before:
-            if key not in HARMLESS.get(section, ()) and before[key] != after[key]:
-                found.append(f"{section}.{key}={before[key]}->{after[key]}")
-    return found
+    if arguments.n_gpu > 1:
+        # transformers would split batches over all of them in this process, and multiply the batch.
+        log_once(f"training on one of {arguments.n_gpu} GPUs; start it with torchrun to use more")
+        arguments._n_gpu = 1
+    return arguments
 
 
 def _data_config(config: RunConfig):
@@ -207,6 +202,7 @@ def _check_held_out(config: RunConfig, data: Prepared) -> None:
 
 def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepared) -> RunResult:
     """Evaluate, save the model, sum up."""
+    trainer.check_weights()
     evaluated = _last_evaluation(trainer)
     if not evaluated and data.held_out is not None:
         evaluated = trainer.evaluate()
@@ -214,11 +210,22 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
     if trainer.is_world_process_zero():
         shutil.rmtree(temporary, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(temporary))
+    try:
+        trainer.save_model(str(temporary))
+    except Exception as error:
+        if not is_disk_full(error):
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        message = f"no space left to save the model; free some, then: twell train --resume {folder}"
+        raise OSError(errno.ENOSPC, message) from error
     summary = _summary(trainer, config, folder, data, evaluated)
     if trainer.is_world_process_zero():
-        shutil.rmtree(target, ignore_errors=True)
+        old = folder / f".{MODEL}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        if target.exists():
+            target.rename(old)
         temporary.replace(target)
+        shutil.rmtree(old, ignore_errors=True)
         (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
     trainer.accelerator.wait_for_everyone()
     return RunResult(folder=folder, finished=True, summary=summary)

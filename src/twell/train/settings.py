@@ -23,10 +23,11 @@ def run_config(settings: Mapping[str, Any]) -> RunConfig:
     hints = typing.get_type_hints(RunConfig)
     values: dict[str, Any] = {}
     for name, value in settings.items():
+        name = str(name)
         if name not in _SECTIONS:
             reject("setting", repr(name), _accepted(name, _SECTIONS))
         if not dataclasses.is_dataclass(hints[name]):
-            values[name] = value
+            values[name] = _converted(name, value, hints[name])
             continue
         if not isinstance(value, Mapping):
             reject(name, repr(value), "a section of settings")
@@ -38,7 +39,7 @@ def _section(name: str, kind: type, settings: Mapping[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     unknown = [key for key in settings if key not in hints]
     if unknown:
-        reject(f"{name}.{unknown[0]}", repr(settings[unknown[0]]), _accepted(unknown[0], hints))
+        reject(f"{name}.{unknown[0]}", repr(settings[unknown[0]]), _accepted(str(unknown[0]), hints))
     return kind(**{key: _converted(f"{name}.{key}", value, hints[key]) for key, value in settings.items()})
 
 
@@ -117,7 +118,10 @@ def with_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> dic
         section, name = _place(key.strip())
         if not isinstance(merged.setdefault(section, {}), dict):
             reject("override", repr(override), f"a key of a section, not {section!r} itself")
-        merged[section][name] = yaml.safe_load(text)
+        try:
+            merged[section][name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            reject("override", repr(override), f"a value in YAML ({str(error).splitlines()[0]})")
     return merged
 
 

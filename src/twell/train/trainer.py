@@ -7,12 +7,16 @@ import math
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
-from transformers import Trainer
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from transformers import Trainer, default_data_collator
+from transformers.trainer_utils import EvalLoopOutput
 
-from .checkpoints import checkpoints, newest_whole, step_of, write_manifest
+from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
 from .firing import FiringTracker
 from .interrupt import outlive_signals
@@ -55,58 +59,91 @@ class SparseTrainer(Trainer):
         loss, outputs = super().compute_loss(
             model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
         )
-        if model.training:
-            items = num_items_in_batch if self.model_accepts_loss_kwargs else None
-            self.recipe.note(outputs, inputs["labels"], items)
-        elif self._evaluated is not None:
-            self._evaluated.add(outputs["firing"], inputs["labels"].numel())
+        items = num_items_in_batch if self.model_accepts_loss_kwargs else None
+        self.recipe.note(outputs, inputs["labels"], items)
         return (loss, outputs) if return_outputs else loss
 
-    def evaluation_loop(self, *arguments: Any, metric_key_prefix: str = "eval", **options: Any):
+    def evaluation_loop(self, dataloader, *_arguments: Any, metric_key_prefix: str = "eval", **_options: Any):
+        """Every sequence counts once, however many processes there are: transformers' loop pads."""
         layers = self.recipe.layers
         weight = getattr(self.model, "l1_weight", None)
         if layers:
             self._evaluated = FiringTracker([mlp.intermediate_size for mlp in layers], self.args.device)
             self.model.l1_weight = 0.0  # what is evaluated is the cross-entropy
         try:
-            output = super().evaluation_loop(*arguments, metric_key_prefix=metric_key_prefix, **options)
-            loss = output.metrics.get(f"{metric_key_prefix}_loss")
-            if loss is not None:
-                output.metrics[f"{metric_key_prefix}_perplexity"] = math.exp(min(loss, 700.0))
-            if self._evaluated is not None:
-                self._evaluated.finish_step()
-                active = self._evaluated.active_per_token() or []
-                output.metrics.update({f"{metric_key_prefix}_nnz_layer_{i}": v for i, v in enumerate(active)})
-                if active:
-                    output.metrics[f"{metric_key_prefix}_nnz"] = sum(active) / len(active)
-            return output
+            metrics = self._evaluate_all(dataloader.dataset, metric_key_prefix)
         finally:
             self._evaluated = None
             if weight is not None:
                 self.model.l1_weight = weight
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset)
+        )
+
+    @torch.no_grad()
+    def _evaluate_all(self, dataset: Dataset, prefix: str) -> dict[str, float]:
+        world, batch = self.args.world_size, self.args.per_device_eval_batch_size
+        mine = range(self.args.process_index, len(dataset), world)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self.model.eval()
+        # As many calls on every process: sharded weights are gathered in each.
+        for start in range(0, -(-len(dataset) // world), batch):
+            places = mine[start : start + batch]
+            items = [dataset[place] for place in places or [0]]
+            inputs = self._prepare_inputs(default_data_collator(items))
+            with self.compute_loss_context_manager():
+                output = self.model(**inputs)
+            if places:
+                counted = (inputs["labels"][..., 1:] != -100).sum()
+                sums += torch.stack([output.loss.double() * counted, counted.double()])
+                if self._evaluated is not None:
+                    self._evaluated.add(output.firing, inputs["labels"].numel())
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(sums)
+        loss = (sums[0] / sums[1]).item()
+        metrics = {f"{prefix}_loss": loss, f"{prefix}_perplexity": math.exp(min(loss, 700.0))}
+        if self._evaluated is not None:
+            self._evaluated.finish_step()
+            active = self._evaluated.active_per_token()
+            metrics[f"{prefix}_nnz"] = sum(active) / len(active)
+            metrics |= {f"{prefix}_nnz_layer_{layer}": value for layer, value in enumerate(active)}
+        return metrics
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         if "loss" in logs:
             logs |= self.recipe.report()
         super().log(logs, *arguments, **options)
         if not math.isfinite(logs.get("loss", 0.0)):
-            last = newest_whole(Path(self.args.output_dir))
-            kept = "no checkpoint was saved before" if last is None else f"the last checkpoint is {last}"
-            raise FloatingPointError(f"the loss is {logs['loss']} at step {self.state.global_step}; {kept}")
+            self.say_diverged(f"the loss is {logs['loss']}")
+
+    def say_diverged(self, what: str) -> NoReturn:
+        last = newest_whole(Path(self.args.output_dir))
+        kept = "no checkpoint was saved before" if last is None else f"the last checkpoint is {last}"
+        raise FloatingPointError(f"{what} at step {self.state.global_step}; {kept}")
+
+    @torch.no_grad()
+    def check_weights(self) -> None:
+        """On every process: weights that are not finite must not take the place of some that are."""
+        finite = [_local(parameter).isfinite().all() for parameter in self.model.parameters()]
+        flag = torch.stack(finite).all().to(torch.int32)
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        if not flag:
+            self.say_diverged("weights are not finite")
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.check_weights()
         try:
             super()._save_checkpoint(*arguments, **options)
-            if self.args.should_save:
-                self.recipe.save(folder)
+            self.recipe.save(folder, self.args.should_save)
             if dist.is_available() and dist.is_initialized():
                 dist.barrier()  # files of every process are there before the manifest says so
             if self.args.should_save:
                 write_manifest(folder)
-                self._drop_old_checkpoints()
+                drop_old(Path(self.args.output_dir), self.run_config.train.keep)
         except Exception as error:
-            if not _is_disk_full(error):
+            if not is_disk_full(error):
                 raise
             shutil.rmtree(folder, ignore_errors=True)
             last = newest_whole(Path(self.args.output_dir))
@@ -115,14 +152,13 @@ class SparseTrainer(Trainer):
                 errno.ENOSPC, f"no space left to save step {self.state.global_step}; {kept}"
             ) from error
 
-    def _drop_old_checkpoints(self) -> None:
-        """Only now that a newer one is whole."""
-        found = sorted(checkpoints(Path(self.args.output_dir)), key=step_of)
-        for folder in found[: -self.run_config.train.keep]:
-            shutil.rmtree(folder)
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _is_disk_full(error: BaseException | None) -> bool:
+def is_disk_full(error: BaseException | None) -> bool:
     """Writers in C++ and Rust raise errors of their own."""
     while error is not None:
         if getattr(error, "errno", None) == errno.ENOSPC or "no space left" in str(error).lower():

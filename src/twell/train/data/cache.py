@@ -140,7 +140,7 @@ def _put_in_place(temporary: Path, folder: Path, opened: Callable[[Path], Any]) 
 
 def _flush_to_disk(folder: Path) -> None:
     """A power cut after the rename must not leave a complete folder of incomplete files."""
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         _sync(path)
     _sync(folder)
 

@@ -64,10 +64,19 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
     )
     index = cache.open_or_build(
         folder,
-        partial(shards.open_shards, verify=verify),
+        partial(_checked, verify=verify),
         lambda into: _write(into, config, tokenizer, encoder, quiet=quiet),
     )
     return _opened(config, folder, index)
+
+
+def _checked(folder: Path, *, verify: bool) -> shards.Index:
+    index = shards.open_shards(folder, verify=verify)
+    try:
+        load_tokenizer(str(folder / _TOKENIZER))
+    except (ValueError, OSError) as error:
+        raise cache.DamagedError(f"{folder / _TOKENIZER} is damaged ({error})") from error
+    return index
 
 
 def _write(

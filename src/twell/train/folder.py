@@ -1,0 +1,132 @@
+"""The folder of a run: one run at a time, never two runs mixed, the same data when it goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from .._checks import reject
+from .checkpoints import checkpoints
+from .config import RunConfig
+from .settings import read_settings, run_config, to_yaml
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps a second run out
+    fcntl = None
+
+CONFIG, METRICS, SUMMARY, MODEL, DATA = "config.yaml", "metrics.jsonl", "summary.json", "model", "data.json"
+_LOCK = ".lock"
+
+# Settings that do not change what is computed, and may therefore differ when a run is resumed.
+HARMLESS = {
+    "train": {"eval_every", "save_every", "log_every", "keep", "workers", "report", "micro_batch"},
+    "data": {"cache"},
+}
+
+
+@contextmanager
+def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> Iterator[None]:
+    """Hold `folder` for a run; a new one writes its config.
+
+    first:  whether this is the first process of the job, which does the work.
+    """
+    if resume and not (folder / CONFIG).is_file():
+        reject("resume", str(folder), f"the folder of a run, with its {CONFIG}")
+    if not first:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _LOCK).open("a") as lock:
+        _take(lock, folder)
+        if resume:
+            _check_settings(config, folder)
+        else:
+            _start(config, folder)
+        yield
+
+
+def _take(lock: IO[str], folder: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        reject("out", str(folder), "a folder that no other run is using right now")
+
+
+def _start(config: RunConfig, folder: Path) -> None:
+    path, text = folder / CONFIG, to_yaml(config)
+    taken = any((folder / name).exists() for name in (METRICS, MODEL)) or checkpoints(folder)
+    # The same config alone is what a run leaves that failed before its first step.
+    if taken or (path.exists() and path.read_text() != text):
+        reject("out", str(folder), "a new folder; to go on with that run: --resume")
+    path.write_text(text)
+
+
+def _check_settings(config: RunConfig, folder: Path) -> None:
+    different = differences(run_config(read_settings(folder / CONFIG)), config)
+    if different:
+        reject("settings", ", ".join(different), f"those of the run, in {folder / CONFIG}")
+
+
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Settings that change what is computed and are not the same, as section.key=old->new."""
+    found = []
+    for section in ("model", "data", "recipe", "train"):
+        before, after = one.as_dict()[section], other.as_dict()[section]
+        for key in before:
+            if key not in HARMLESS.get(section, ()) and before[key] != after[key]:
+                found.append(f"{section}.{key}={before[key]}->{after[key]}")
+    return found
+
+
+def check_data(folder: Path, tokens: Path, *, resume: bool, first: bool) -> None:
+    """A run that goes on must find the tokens and the tokenizer that it began with.
+
+    tokens:  the folder of prepared data.
+    """
+    path = folder / DATA
+    now = {"identity": _identity(tokens)}
+    if resume and path.exists():
+        if json.loads(path.read_text()) != now:
+            reject(
+                "data.source",
+                "other text or another tokenizer than the run began with",
+                "the same: files, their contents and the tokenizer must not change",
+            )
+    elif first:
+        path.write_text(json.dumps(now) + "\n")
+
+
+def _identity(tokens: Path) -> str:
+    """Of the tokens, whose hashes the index holds, and of the tokenizer."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in (tokens / "index.json", tokens / "tokenizer" / "tokenizer.json"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Paths that mean the same wherever the run is resumed from."""
+
+    def absolute(name: Any) -> Any:
+        if not isinstance(name, str):
+            return name
+        prefix = "prepared:" if name.startswith("prepared:") else ""
+        path = Path(name.removeprefix(prefix)).expanduser()
+        return f"{prefix}{path.resolve()}" if path.exists() else name
+
+    data, model = config.data, config.model
+    source = data.source
+    source = tuple(map(absolute, source)) if isinstance(source, tuple) else absolute(source)
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(data, source=source, tokenizer=absolute(data.tokenizer)),
+        model=dataclasses.replace(model, init_from=absolute(model.init_from)),
+    )

@@ -1,0 +1,141 @@
+"""Runs that are resumed, shared, rotated or broken in ways that must not go unnoticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("datasets")
+
+from rich.console import Console
+
+from twell.train.checkpoints import fault, newest_whole
+from twell.train.folder import claimed, with_absolute_paths
+from twell.train.run import train
+
+from .runs import logged, small_run, write_corpus
+from .test_run import disturbed
+
+QUIET = Console(quiet=True)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path / "corpus")
+
+
+@pytest.fixture
+def stopped(corpus, tmp_path, monkeypatch):
+    """A run that was interrupted after step 3 of 6, as (config, folder)."""
+    config, folder = small_run(corpus, "train.steps=6", "train.save_every=1"), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        disturbed(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert not train(config, folder, console=QUIET).finished
+    return config, folder
+
+
+def test_a_run_does_not_go_on_with_other_text(stopped, corpus):
+    (corpus / "more.txt").write_text("something else\n" * 500)
+    with pytest.raises(ValueError, match=r"data.source: got other text or another tokenizer"):
+        train(*stopped, resume=True, console=QUIET)
+    (corpus / "more.txt").unlink()
+    assert train(*stopped, resume=True, console=QUIET).finished
+
+
+def test_paths_do_not_depend_on_where_a_run_is_resumed(corpus, monkeypatch):
+    monkeypatch.chdir(corpus.parent)
+    config = with_absolute_paths(small_run(corpus, "data.source=corpus"))
+    assert config.data.source == str(corpus.resolve())
+    both = with_absolute_paths(small_run(corpus, "data.source=[corpus, python]"))
+    assert both.data.source == (str(corpus.resolve()), "python")
+
+
+def test_rotation_counts_whole_checkpoints_only(stopped):
+    config, folder = stopped
+    for step in (2, 3):
+        (folder / f"checkpoint-{step}" / "model.safetensors").write_bytes(b"damaged")
+    assert train(config, folder, resume=True, console=QUIET).finished
+    assert {p.name for p in folder.glob("damaged-*")} == {"damaged-checkpoint-2", "damaged-checkpoint-3"}
+    kept = sorted(p.name for p in folder.glob("checkpoint-*"))
+    assert kept == [f"checkpoint-{step}" for step in (3, 4, 5, 6)]
+    assert all(fault(folder / name) is None for name in kept)
+
+
+def test_a_finished_run_is_left_alone(stopped):
+    config, folder = stopped
+    summary = train(config, folder, resume=True, console=QUIET).summary
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+    assert train(config, folder, resume=True, console=QUIET).summary == summary
+    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"} == before
+
+
+def test_other_files_and_other_runs_are_safe(corpus, tmp_path):
+    config, folder = small_run(corpus, "train.steps=2"), tmp_path / "own"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("# mine\n")
+    with pytest.raises(ValueError, match=r"out: got .*; accepted: a new folder"):
+        train(config, folder, console=QUIET)
+    assert (folder / "config.yaml").read_text() == "# mine\n"
+    free = tmp_path / "free"
+    with (
+        claimed(config, free, resume=False, first=True),
+        pytest.raises(ValueError, match="a folder that no other run is using"),
+    ):
+        train(config, free, console=QUIET)
+
+
+def test_logs_are_the_same_when_a_save_falls_between_them(corpus, tmp_path, monkeypatch):
+    config = small_run(corpus, "train.steps=6", "train.save_every=2", "train.log_every=4")
+    values = ("loss", "ce_loss", "l1_loss", "nnz", "dead")
+    train(config, tmp_path / "whole", console=QUIET)
+    with monkeypatch.context() as patch:
+        disturbed(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        train(config, tmp_path / "run", console=QUIET)
+    train(config, tmp_path / "run", resume=True, console=QUIET)
+    assert logged(tmp_path / "run", *values) == logged(tmp_path / "whole", *values)
+    assert [line[0] for line in logged(tmp_path / "run")] == [4, 6]  # the last step always
+
+
+def test_a_resumed_run_takes_new_intervals(stopped, corpus):
+    _, folder = stopped
+    config = small_run(corpus, "train.steps=6", "train.save_every=2", "train.log_every=2", "train.keep=9")
+    assert train(config, folder, resume=True, console=QUIET).finished
+    assert [line[0] for line in logged(folder)] == [1, 2, 3, 4, 6]
+    assert {p.name for p in folder.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (1, 2, 3, 4, 6)}
+
+
+def test_weights_that_are_not_finite_are_not_saved(corpus, tmp_path):
+    wild = ("train.lr=1e30", "train.clip=0", "train.warmup=0", "train.log_every=100")
+    with pytest.raises(FloatingPointError, match="weights are not finite at step"):
+        train(small_run(corpus, *wild, "train.save_every=1"), tmp_path / "saves", console=QUIET)
+    assert newest_whole(tmp_path / "saves") is None or "checkpoint" in newest_whole(tmp_path / "saves").name
+    with pytest.raises(FloatingPointError):
+        train(small_run(corpus, *wild, "train.save_every=0"), tmp_path / "end", console=QUIET)
+    assert not (tmp_path / "end" / "model").exists()
+
+
+def test_settings_that_a_checkpoint_contradicts(corpus, tmp_path):
+    train(small_run(corpus, "train.steps=1"), tmp_path / "run", console=QUIET)
+    start = f"model.init_from={tmp_path / 'run' / 'model'}"
+    for setting, message in [
+        ("model.activation=relu2", r"model.activation: got 'relu2'; accepted: 'relu'"),
+        ("model.gated=false", r"model.gated: got False"),
+        ("model.architecture=qwen2", r"model.architecture: got 'qwen2'; accepted: 'llama'"),
+    ]:
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        with pytest.raises(ValueError, match=message):
+            train(small_run(corpus, setting, start), tmp_path / "new", console=QUIET)
+    with pytest.raises(ValueError, match=r"train.precision: got 'float16' without a GPU"):
+        train(small_run(corpus, "train.precision=float16"), tmp_path / "half", console=QUIET)
+
+
+def test_a_damaged_tokenizer_in_the_cache_is_made_again(corpus, tmp_path):
+    config = small_run(corpus, "train.steps=1")
+    train(config, tmp_path / "one", console=QUIET)
+    for path in (tmp_path / "cache").rglob("tokens/*/tokenizer/tokenizer.json"):
+        path.write_text("{")
+    assert train(config, tmp_path / "two", console=QUIET).finished
