@@ -25,7 +25,7 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 	$(BIN)/twell demo
 
 test: $(READY)  ## run the tests that need no GPU
-	$(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 fuzz: $(READY)  ## run the property tests with 2,000 examples each (about 3 minutes)
 	TWELL_HYPOTHESIS_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/formats

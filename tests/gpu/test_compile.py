@@ -15,8 +15,12 @@ SHARED_BYTES = {"80": 166_912, "90": 232_448, "100": 232_448, "hopper": 232_448}
 KERNELS = {"80": 26, "90": 15, "100": 26, "hopper": 25}
 
 
+# The kernels of 100 are those of 80, for another machine: half a minute that `TWELL_ALL_TARGETS=1` takes.
+TARGETS = [target for target in KERNELS if target != "100" or os.environ.get("TWELL_ALL_TARGETS")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("target", KERNELS)
+@pytest.mark.parametrize("target", TARGETS)
 def test_compiles(target, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
