@@ -18,7 +18,9 @@ pytest.importorskip("datasets")
 from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from typer.testing import CliRunner
 
+from twell.cli.app import app
 from twell.train import run as run_module
 from twell.train.model import build_model
 from twell.train.recipe import Recipe
@@ -86,6 +88,17 @@ def test_what_a_run_leaves(whole, corpus):
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     tokens = tokenizer("import torch", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape[1] == tokens.shape[1] + 3
+
+
+def test_eval_of_a_run_is_what_the_run_found(whole, tmp_path):
+    out = tmp_path / "found.json"
+    result = CliRunner().invoke(app, ["eval", str(whole), "--out", str(out)], catch_exceptions=False)
+    assert result.exit_code == 0
+    found, summary = json.loads(out.read_text()), json.loads((whole / "summary.json").read_text())
+    assert found["cross_entropy"] == pytest.approx(summary["held_out_ce_loss"], rel=1e-5)
+    assert sum(found["l0"]) / 2 == pytest.approx(summary["held_out_nnz"], rel=1e-5)
+    with pytest.raises(ValueError, match=r"out: got .*; accepted: a new file"):
+        CliRunner().invoke(app, ["eval", str(whole), "--out", str(out)], catch_exceptions=False)
 
 
 def test_a_crashed_run_resumes_to_the_bit(whole, corpus, tmp_path, monkeypatch):

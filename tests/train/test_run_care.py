@@ -13,6 +13,7 @@ pytest.importorskip("datasets")
 
 from rich.console import Console
 
+from twell.evaluation import load_model
 from twell.train.checkpoints import fault, newest_whole
 from twell.train.folder import claimed, with_absolute_paths
 from twell.train.run import train
@@ -131,6 +132,20 @@ def test_settings_that_a_checkpoint_contradicts(corpus, tmp_path):
             train(small_run(corpus, setting, start), tmp_path / "new", console=QUIET)
     with pytest.raises(ValueError, match=r"train.precision: got 'float16' without a GPU"):
         train(small_run(corpus, "train.precision=float16"), tmp_path / "half", console=QUIET)
+
+
+def test_a_single_text_trains_without_evaluation(tmp_path):
+    text = tmp_path / "one.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 400)
+    config = small_run(text, "train.steps=1", "train.eval_every=1")
+    result = train(config, tmp_path / "run", console=QUIET)
+    assert result.finished
+    assert result.summary["held_out_ce_loss"] is None
+
+
+def test_an_unfinished_run_can_be_looked_at(stopped):
+    model, _ = load_model(str(stopped[1]))
+    assert model.config.model_type == "llama_sparse_relu"
 
 
 def test_a_damaged_tokenizer_in_the_cache_is_made_again(corpus, tmp_path):

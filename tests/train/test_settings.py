@@ -13,7 +13,7 @@ from twell.train.settings import read_settings, run_config, to_yaml, with_overri
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_survives_yaml(name, tmp_path):
-    config = run_config(preset(name))
+    config = run_config(with_overrides(preset(name), ["model.init_from=x"] if name == "relufy" else []))
     assert config.preset == name
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     assert run_config(read_settings(tmp_path / "run.yaml")) == config
@@ -76,6 +76,11 @@ def test_bad_settings_name_the_setting(override, message):
 def test_unknown_preset_suggests_the_nearest():
     with pytest.raises(ValueError, match=r"preset: got 'paper-1.5'.*did you mean 'paper-1.5b'"):
         preset("paper-1.5")
+
+
+def test_relufy_needs_a_checkpoint():
+    with pytest.raises(ValueError, match=r"model.init_from: got None; accepted: the dense checkpoint"):
+        run_config(preset("relufy"))
 
 
 def test_unknown_names_in_a_file(tmp_path):

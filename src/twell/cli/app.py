@@ -79,7 +79,9 @@ def train(
 @app.command("eval")
 def evaluate(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
-    text: Annotated[list[str] | None, Option(help="Files, folders, 'python' or hf:NAME.")] = None,
+    text: Annotated[
+        list[str] | None, Option(help="Files, folders, 'python' or hf:NAME; repeat it for more.")
+    ] = None,
     tasks: Annotated[list[str] | None, Option(help="lm-eval tasks; 'paper' for the paper's seven.")] = None,
     include: Annotated[Path | None, Option(help="Folder of lm-eval tasks of your own.")] = None,
     sequence_length: Annotated[int | None, Option(min=2, help="Tokens of a window.")] = None,
@@ -89,7 +91,7 @@ def evaluate(
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[Path | None, Option(help="A JSON file for the results.")] = None,
 ) -> None:
-    """Held-out cross-entropy, perplexity, sparsity by layer, and accuracy on tasks."""
+    """Cross-entropy, perplexity and sparsity by layer, on what a run has held out or on other text; tasks."""
     from .evaluate import run_eval
 
     run_eval(

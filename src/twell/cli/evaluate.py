@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -26,20 +27,20 @@ def run_eval(
     dtype: str,
     out: Path | None,
 ) -> None:
-    from ..evaluation import evaluate_text, load_model
+    from ..evaluation import evaluate_text, evaluate_windows, load_model
     from ..evaluation.tasks import evaluate_tasks
     from ..train.data import DataConfig
     from ..train.data.sources import documents
 
-    if not text and not tasks:
-        reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or both")
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
+    held_out = _held_out_of(model) if not text and not tasks else None
+    if held_out is None and not text and not tasks:
+        reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or the folder of a run")
     console = Console()
     loaded, tokenizer = load_model(model, dtype=dtype)
     found: dict[str, object] = {"model": model}
-    if text:
-        source = DataConfig(source=tuple(text))
+    if text or held_out is not None:
         with Progress(
             TextColumn("evaluating"),
             BarColumn(),
@@ -49,15 +50,19 @@ def run_eval(
             transient=True,
         ) as bar:
             task = bar.add_task("", total=max_tokens)
-            result = evaluate_text(
-                loaded,
-                tokenizer,
-                documents(source),
-                sequence_length=sequence_length,
-                batch=batch,
-                max_tokens=max_tokens,
-                progress=lambda tokens: bar.advance(task, tokens),
-            )
+            shared = {"batch": batch, "progress": lambda tokens: bar.advance(task, tokens)}
+            if held_out is not None:
+                result = evaluate_windows(loaded, held_out, **shared)
+            else:
+                source = documents(DataConfig(source=tuple(text)))
+                result = evaluate_text(
+                    loaded,
+                    tokenizer,
+                    source,
+                    sequence_length=sequence_length,
+                    max_tokens=max_tokens,
+                    **shared,
+                )
         found |= dataclasses.asdict(result) | {"perplexity": result.perplexity}
         console.print(
             f"{result.tokens:,} tokens: cross-entropy {result.cross_entropy:.4f}, "
@@ -75,6 +80,22 @@ def run_eval(
         console.print(table)
     if out is not None:
         out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _held_out_of(folder: str) -> Iterator[list[int]] | None:
+    """The windows that a run has held out; None if `folder` is no run, or holds none out."""
+    from ..train.data import prepare
+    from ..train.folder import CONFIG
+    from ..train.run import data_config
+    from ..train.settings import read_settings, run_config
+
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        return None
+    dataset = prepare(data_config(run_config(read_settings(path)))).held_out
+    if dataset is None:
+        return None
+    return (dataset[place]["input_ids"].tolist() for place in range(len(dataset)))
 
 
 def _show_layers(console: Console, result) -> None:

@@ -29,11 +29,15 @@ def run_train(
     if resume is not None:
         if preset is not None or config is not None or out is not None:
             reject("resume", str(resume), "no --preset, --config or --out beside it: the run has its own")
+        if not (resume / CONFIG).is_file():
+            parent = f"; did you mean {resume.parent}?" if (resume.parent / CONFIG).is_file() else ""
+            reject("resume", str(resume), f"the folder of a run, with its {CONFIG}{parent}")
         settings = read_settings(resume / CONFIG)
         folder = resume
     else:
         if (preset is None) == (config is None):
-            reject("preset", repr(preset), "one of --preset NAME, --config FILE.yaml and --resume FOLDER")
+            received = "nothing" if preset is None else "both --preset and --config"
+            reject("settings", received, "one of --preset NAME, --config FILE.yaml and --resume FOLDER")
         settings = preset_settings(preset) if config is None else read_settings(config)
         folder = out or Path("runs") / (preset or config.stem)
     console = Console()

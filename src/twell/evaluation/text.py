@@ -51,22 +51,39 @@ def evaluate_text(
     sequence_length:  None: the model's positions, at most 1,024.
     progress:         called with the number of tokens after every batch.
     """
-    positions = getattr(model.config, "max_position_embeddings", 1024)
-    length = min(positions, 1024) if sequence_length is None else sequence_length
-    require_positive_int("batch", batch)
+    length = _window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
-    if not 2 <= length <= positions:
-        reject("sequence_length", sequence_length, f"2 to {positions}, the positions of the model")
-    layers = sparse_mlps(model)
-    sums = _Sums(layers, next(model.parameters()).device)
-    for windows in _batches(_windows(_tokens(tokenizer, documents, max_tokens), length), batch):
-        _add(model, windows.to(sums.device), sums)
+    windows = _windows(_tokens(tokenizer, documents, max_tokens), length)
+    return evaluate_windows(model, windows, batch=batch, progress=progress)
+
+
+@torch.no_grad()
+def evaluate_windows(
+    model: torch.nn.Module,
+    windows: Iterable[list[int]],
+    *,
+    batch: int = 8,
+    progress: Callable[[int], None] | None = None,
+) -> TextResult:
+    """As `evaluate_text`, on token ids that are cut into windows already."""
+    require_positive_int("batch", batch)
+    sums = _Sums(sparse_mlps(model), next(model.parameters()).device)
+    for tokens in _batches(windows, batch):
+        _add(model, tokens.to(sums.device), sums)
         if progress is not None:
-            progress(windows.numel())
+            progress(tokens.numel())
     if not sums.predicted:
         reject("documents", f"{sums.tokens} tokens", "at least 2 tokens of text")
     return sums.result()
+
+
+def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
+    positions = getattr(model.config, "max_position_embeddings", 1024)
+    length = min(positions, 1024) if sequence_length is None else sequence_length
+    if not 2 <= length <= positions:
+        reject("sequence_length", sequence_length, f"2 to {positions}, the positions of the model")
+    return length
 
 
 class _Sums:

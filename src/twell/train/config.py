@@ -179,6 +179,8 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        if self.preset == "relufy" and self.model.init_from is None:
+            reject("model.init_from", None, "the dense checkpoint that preset 'relufy' is to make sparse")
         if self.data.sequence_length > self.model.positions and self.model.init_from is None:
             reject(
                 "data.sequence_length",

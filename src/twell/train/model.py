@@ -70,7 +70,8 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
 
 def check_checkpoint(path: str) -> None:
     """Before anything else is done: `path` must be a folder, or look like a name on the Hub."""
-    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") != 1):
+    local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
+    if local and not Path(path).is_dir():
         reject("model.init_from", repr(path), "a folder with a checkpoint, or the name of one on the Hub")
 
 

@@ -48,7 +48,7 @@ class ProgressBar(TrainerCallback):
             now = perf_counter()
             rate = (state.global_step - step) * self.tokens_per_step / max(now - then, 1e-9)
             self._last = state.global_step, now
-            status = f"loss {logs['ce_loss']:.3f}"
+            status = f"cross-entropy {logs['ce_loss']:.3f}"
             if "nnz" in logs:
                 status += f"  nnz {logs['nnz']:.1f}  dead {logs['dead']:.1%}"
             status += f"  {rate:,.0f} tokens/s"

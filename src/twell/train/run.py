@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from transformers import TrainingArguments, default_data_collator
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging as transformers_logging
 
 from .._checks import reject
@@ -78,9 +79,12 @@ def _train(
 ) -> RunResult:
     first = int(os.environ.get("RANK", "0")) == 0
     arguments = training_arguments(config, folder)
-    data = prepare(_data_config(config), quiet=not first)
+    data = prepare(data_config(config), quiet=not first)
     check_data(folder, data.folder, resume=resume, first=first)
-    _check_held_out(config, data)
+    if data.held_out is None:
+        arguments.eval_strategy = IntervalStrategy.NO  # `prepare` has said why
+    if first:
+        _warn(config)
     torch.manual_seed(config.train.seed)
     model = build_model(
         config.model,
@@ -113,6 +117,9 @@ def _train(
     trainer.accelerator.wait_for_everyone()
     if resume and first:
         set_aside_after(folder, -1 if checkpoint is None else step_of(checkpoint))
+    if resume and first:
+        where = "the start: it has no whole checkpoint" if checkpoint is None else checkpoint.name
+        console.print(f"resuming from {where}", highlight=False)
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
@@ -184,20 +191,23 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     return arguments
 
 
-def _data_config(config: RunConfig):
+def data_config(config: RunConfig):
     """A checkpoint that is trained further brings its tokenizer."""
     if config.model.init_from is not None and config.data.tokenizer == "train":
         return dataclasses.replace(config.data, tokenizer=config.model.init_from)
     return config.data
 
 
-def _check_held_out(config: RunConfig, data: Prepared) -> None:
-    if config.train.eval_every and data.held_out is None:
-        reject(
-            "data.held_out",
-            config.data.held_out,
-            "enough held-out text for one sequence, or train.eval_every=0",
-        )
+def _warn(config: RunConfig) -> None:
+    """Of settings that are allowed and probably not meant."""
+    steps = config.train.steps
+    beyond = {
+        "train.warmup": config.train.warmup,
+        "recipe.l1_start": config.recipe.l1_start if config.recipe.l1 and not config.model.dense else 0,
+    }
+    for name, step in beyond.items():
+        if step >= steps:
+            log_once(f"{name} = {step} lies beyond the {steps} steps of the run")
 
 
 def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepared) -> RunResult:
