@@ -71,6 +71,7 @@ def test_two_processes_equal_one_and_resume(tmp_path):
 
     manifest = tmp_path / "run2" / "checkpoint-6" / "manifest.json"
     manifest.unlink()  # as if the last save had not come to its end
+    (tmp_path / "run2" / "summary.json").unlink()
     launch(2, "--resume", tmp_path / "run2")
     assert logged(tmp_path / "run2", *values) == two
     assert manifest.exists()

@@ -56,9 +56,17 @@ class SparseTrainer(Trainer):
         return loader
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss, outputs = super().compute_loss(
-            model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
-        )
+        # transformers multiplies by the number of processes in place, in the outputs too, which we read.
+        average, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
+        try:
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+            )
+        finally:
+            self.args.average_tokens_across_devices = average
+        if average and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
+            # Gradients are averaged over processes; `num_items_in_batch` counts those of all.
+            loss = loss * self.accelerator.num_processes
         items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         self.recipe.note(outputs, inputs["labels"], items)
         return (loss, outputs) if return_outputs else loss
