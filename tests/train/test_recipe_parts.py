@@ -9,8 +9,8 @@ pytest.importorskip("transformers")
 
 from twell import SparseMLP
 from twell.train.checkpoints import MANIFEST, fault, newest_whole, write_manifest
+from twell.train.data import RunOrder
 from twell.train.firing import FiringTracker
-from twell.train.order import RunOrder
 from twell.train.revival import revive, seeded
 from twell.train.schedule import L1Schedule
 

@@ -18,9 +18,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
+from .data import RunOrder
 from .firing import FiringTracker
 from .interrupt import outlive_signals
-from .order import RunOrder
 from .recipe import Recipe
 
 

@@ -1,7 +1,7 @@
 """Training data: text from anywhere, tokenised once, as sequences in an order that can be resumed."""
 
 from .config import DataConfig
-from .order import EpochOrder, ResumableSampler
+from .order import EpochOrder, RunOrder
 from .packed import PackedDataset
 from .preparation import Prepared, prepare
 from .sources import documents
@@ -11,7 +11,7 @@ __all__ = [
     "EpochOrder",
     "PackedDataset",
     "Prepared",
-    "ResumableSampler",
+    "RunOrder",
     "documents",
     "prepare",
 ]

@@ -32,29 +32,29 @@ class EpochOrder:
         return torch.randperm(self.length, generator=generator)
 
 
-class ResumableSampler(Sampler[int]):
-    """`EpochOrder` for a `DataLoader`.
+class RunOrder(Sampler[int]):
+    """`total` indices below `length` for a `DataLoader`: epoch after epoch as one list, the last cut short.
 
-    Set the epoch and skip the batches already seen, and a run goes on as if never interrupted.
-    Every process iterates over the same order; accelerate gives batch k * world + r to process r.
+    Skip what was seen already, and a run goes on as if never interrupted. Every process iterates over the
+    same order; accelerate gives batch k * world + r to process r.
     """
 
-    def __init__(self, length: int, seed: int, epoch: int = 0) -> None:
+    def __init__(self, length: int, total: int, seed: int = 0) -> None:
         self._order = EpochOrder(length, seed)
-        self.set_epoch(epoch)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
-        _require_not_negative("epoch", epoch)
-        self.epoch = epoch
+        self.total = total
 
     def __len__(self) -> int:
-        return self._order.length
+        return self.total
 
     def __iter__(self) -> Iterator[int]:
-        # In chunks, since a list of all takes several times the memory of the tensor.
-        for chunk in self._order.indices(self.epoch).split(_CHUNK):
-            yield from chunk.tolist()
+        left, epoch = self.total, 0
+        while left > 0:
+            indices = self._order.indices(epoch)[:left]
+            # In chunks, since a list of all takes several times the memory of the tensor.
+            for chunk in indices.split(_CHUNK):
+                yield from chunk.tolist()
+            left -= indices.numel()
+            epoch += 1
 
 
 def _require_not_negative(name: str, value: int) -> None:
