@@ -16,6 +16,8 @@ from ..plan import ENVIRONMENT_VARIABLE, parse_override
 _EXTRAS = {
     "plot": ("matplotlib",),
     "hf": ("transformers", "safetensors", "accelerate"),
+    "train": ("tokenizers", "datasets", "pyarrow", "yaml"),
+    "eval": ("lm_eval",),
 }
 
 
