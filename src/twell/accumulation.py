@@ -49,6 +49,9 @@ def existing_gradients(args: FfnArgs, needed: FfnArgs) -> Existing | None:
     dtypes = {None if gradient is None else gradient.dtype for gradient in found.values()}
     if len(dtypes) != 1 or dtypes <= {None} or not dtypes <= {torch.float32, args.x.dtype}:
         return None
+    # One weight in two places has one gradient, which two products would add to at the same time.
+    if len({gradient.data_ptr() for gradient in found.values()}) != len(found):
+        return None
     return Existing(*(found.get(place) for place in Existing._fields))
 
 
@@ -61,7 +64,9 @@ def _gradient_of(weight: Tensor, transposed: bool) -> Tensor | None:
     if not weight.is_leaf or weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     gradient = weight.grad
-    if gradient is None or gradient.is_sparse or gradient.device != weight.device:
+    if type(gradient) is not Tensor or gradient.is_sparse or gradient.device != weight.device:
+        return None
+    if gradient.requires_grad:  # of a backward with create_graph: others may still differentiate it
         return None
     view = gradient.mT if transposed else gradient
     # The kernels read rows of 16 bytes at a time.

@@ -1,6 +1,7 @@
 """A training run from its config to its directory.
 
 config.yaml     the resolved settings
+data.json       what its data was
 metrics.jsonl   every log and evaluation
 checkpoint-N/   model, optimiser, schedule, random state, firing statistics, manifest
 model/          the trained model and its tokenizer, once the run is through
@@ -59,10 +60,10 @@ def train(
     if config.model.init_from is not None:
         check_checkpoint(config.model.init_from)
     first = int(os.environ.get("RANK", "0")) == 0
-    with claimed(config, folder, resume=resume, first=first), SaveOnInterrupt() as interrupt:
+    with claimed(config, folder, resume=resume, first=first):
         if resume and (stored := _finished(config, folder)) is not None:
             return RunResult(folder=folder, finished=True, summary=stored)
-        return _train(config, folder, resume, interrupt, console)
+        return _train(config, folder, resume, console)
 
 
 def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
@@ -74,9 +75,7 @@ def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     return summary if summary["steps"] == config.train.steps else None
 
 
-def _train(
-    config: RunConfig, folder: Path, resume: bool, interrupt: SaveOnInterrupt, console: Console
-) -> RunResult:
+def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> RunResult:
     first = int(os.environ.get("RANK", "0")) == 0
     arguments = training_arguments(config, folder)
     data = prepare(data_config(config), quiet=not first)
@@ -100,6 +99,7 @@ def _train(
     transformers_logging.disable_progress_bar()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
+    interrupt = SaveOnInterrupt()
     progress = ProgressBar(config.tokens_per_step, console)
     metrics = MetricsFile(folder / METRICS, config.tokens_per_step)
     trainer = SparseTrainer(
@@ -117,11 +117,11 @@ def _train(
     trainer.accelerator.wait_for_everyone()
     if resume and first:
         set_aside_after(folder, -1 if checkpoint is None else step_of(checkpoint))
-    if resume and first:
         where = "the start: it has no whole checkpoint" if checkpoint is None else checkpoint.name
         console.print(f"resuming from {where}", highlight=False)
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with interrupt:  # not before: tokenising ends at once
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         progress.close()
     if interrupt.interrupted and trainer.state.global_step < config.train.steps:

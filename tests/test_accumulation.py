@@ -1,0 +1,63 @@
+"""Which gradients a backward may add to; the kernels themselves are tested in tests/gpu."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell import Activation, accumulate_in_place
+from twell.accumulation import existing_gradients
+from twell.kernels.args import FfnArgs
+
+RELU = Activation.parse("relu")
+
+
+def weight(rows=16, columns=8):
+    leaf = torch.randn(rows, columns, requires_grad=True)
+    leaf.grad = torch.zeros(rows, columns)
+    return leaf
+
+
+def args(up, gate):
+    down = torch.randn(16, 8).mT.requires_grad_()
+    down.grad = torch.zeros(16, 8).mT
+    return FfnArgs(torch.randn(3, 8), up, down, gate, None, None, None, RELU)
+
+
+NEEDED = FfnArgs(True, True, True, True, False, False, False, RELU)
+
+
+@torch.no_grad()
+def found(operands, needed=NEEDED):
+    with accumulate_in_place():
+        return existing_gradients(operands, needed)
+
+
+def test_gradients_that_are_there():
+    operands = args(weight(), weight())
+    assert found(operands).up is operands.up.grad
+    with torch.no_grad():
+        assert existing_gradients(operands, NEEDED) is None  # nobody asked
+    assert found(operands, NEEDED._replace(gate=False)).gate is None
+
+
+def test_one_weight_in_two_places_is_left_to_autograd():
+    shared = weight()
+    assert found(args(shared, shared)) is None
+
+
+@pytest.mark.parametrize("spoil", ["none", "dtype", "graph", "strides"])
+def test_gradients_that_kernels_cannot_add_to(spoil):
+    operands = args(weight(), weight())
+    gate = operands.gate
+    if spoil == "none":
+        gate.grad = None
+    elif spoil == "dtype":
+        gate.grad = None
+        gate.grad_dtype = torch.float64
+        gate.grad = torch.zeros(16, 8, dtype=torch.float64)
+    elif spoil == "graph":
+        gate.grad = torch.zeros(16, 8, requires_grad=True) * 2
+    else:
+        gate.grad = torch.zeros(8, 16).mT
+    assert found(operands) is None
