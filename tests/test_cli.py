@@ -52,6 +52,18 @@ def test_doctor_names_versions_and_backends():
 
 def test_version():
     assert run("version").output.strip() == twell.__version__
+    assert run("--version").output.split() == ["twell", twell.__version__]
+
+
+def test_wrong_settings_are_refused_before_transformers_is_imported():
+    code = (
+        "import sys; from twell.cli.train import run_train\n"
+        "try: run_train(overrides=['steps=0'], preset='tiny', config=None, out=None, resume=None)\n"
+        "except ValueError as error: print(error, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("train.steps: got 0; accepted: ")
+    assert done.stdout.split()[-1] == "False"
 
 
 def test_a_value_error_is_one_line():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -166,6 +168,71 @@ def test_a_step_compiled_by_inductor(fresh_compiler):
     mlp, x = module(ROW), inputs()
     wanted = module_grads(mlp, x)
     assert_same(module_grads(mlp, x, torch.compile(mlp, fullgraph=True)), wanted)
+
+
+class Surrounded(torch.nn.Module):
+    """A block with something to compile before and after it, and no loop, which would not be compiled."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.before, self.mlp = torch.nn.Linear(mlp.hidden_size, mlp.hidden_size), mlp
+
+    def forward(self, x):
+        return self.mlp(self.before(x)).sigmoid() + x
+
+
+@pytest.fixture
+def wide_layer():
+    """A layer with an eager block; how active it is depends on the sign of its gate weights."""
+    torch.manual_seed(0)
+    mlp = SparseMLP(512, 2048, record=True, eager=True)
+    torch.nn.init.normal_(mlp.gate_proj.weight, std=0.05)
+    layer = Surrounded(mlp)
+    x = torch.randn(512, 512)
+
+    def set_gate(sign):
+        with torch.no_grad():
+            mlp.gate_proj.weight.copy_(mlp.gate_proj.weight.abs() * sign)
+            layer.before.bias.fill_(1.0)
+
+    return layer, x, set_gate
+
+
+def test_an_eager_block_decides_between_compiled_graphs(fresh_compiler, wide_layer):
+    layer, x, set_gate = wide_layer
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, backend=backend)
+    for sign, paths in ((1.0, {"dense"}), (-1.0, {"row", "block"}), (1.0, {"dense"})):
+        set_gate(sign)
+        wanted = module_grads(layer, x)
+        with recorded_paths() as ran:
+            found = module_grads(layer, x, compiled)
+        assert {piece.path for piece in ran if piece.phase == "forward"} <= paths
+        assert ran
+        assert layer.mlp.last_stats.l1.requires_grad
+        assert_same(found, wanted)
+    assert len(graphs) == 2  # before and after the block, once
+
+
+def test_an_eager_block_belongs_to_the_graph_where_no_gradients_are_wanted(fresh_compiler, wide_layer):
+    layer, x, _ = wide_layer
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x))
+    with pytest.raises(Exception, match=r"SparseMLP\.eager is on; with fullgraph=True turn it off"):
+        compiled(x)
+
+
+def test_eager_blocks_are_copied_as_such():
+    mlp = SparseMLP(16, 32, eager=True)
+    assert copy.deepcopy(mlp).eager
+    assert pickle.loads(pickle.dumps(mlp)).eager
+    assert not SparseMLP(16, 32).eager
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

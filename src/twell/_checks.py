@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -35,3 +36,8 @@ def require_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
     """`value` must be one of `choices`."""
     if value not in choices:
         reject(argument, repr(value), " | ".join(map(repr, choices)))
+
+
+def is_local(path: str) -> bool:
+    """Whether a path that does not exist was meant to: names on the Hub are OWNER/NAME, and no folder."""
+    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from operator import index
 from typing import NamedTuple
@@ -95,9 +96,13 @@ def run_ffn(
     activation: str | Activation,
     plan: Plan | None,
     record: bool,
+    compile_dense: bool = False,
 ) -> FfnOutput:
-    """`ffn` on (x, up, down, gate, up_bias, down_bias, gate_bias), with all that is known of the call."""
-    if not record and not torch.compiler.is_compiling():
+    """`ffn` on (x, up, down, gate, up_bias, down_bias, gate_bias), with all that is known of the call.
+
+    compile_dense: for a call from between compiled graphs: should it turn out dense, it is compiled as well.
+    """
+    if not record and not torch.compiler.is_compiling() and not compile_dense:
         y = granted_dense(tensors, activation, plan)
         if y is not None:
             return FfnOutput(y)
@@ -112,8 +117,8 @@ def run_ffn(
         dtype = torch.get_autocast_dtype(device_type)
         tensors = tuple(_autocast(tensor, dtype) for tensor in tensors)
         with torch.autocast(device_type, enabled=False):
-            return _dispatch(tensors, act, plan, record, lasting=False)
-    return _dispatch(tensors, act, plan, record, lasting=True)
+            return _dispatch(tensors, act, plan, record, lasting=False, compile_dense=compile_dense)
+    return _dispatch(tensors, act, plan, record, lasting=not compile_dense, compile_dense=compile_dense)
 
 
 def _dispatch(
@@ -122,8 +127,9 @@ def _dispatch(
     plan: Plan | None,
     record: bool,
     lasting: bool,
+    compile_dense: bool,
 ) -> FfnOutput:
-    """lasting: whether the weights are the caller's own, not copies made for this call."""
+    """lasting: whether later calls may be granted dense by this one's weights, not copies made for it."""
     x, up, down, gate, *_ = tensors
     _validate(*tensors)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -150,7 +156,8 @@ def _dispatch(
         trainable = training and get_backend(backend).training is not None
         skip = _DENSE if trainable and path == "auto" else RUN
     if skip.dense or (path == "dense" and backend == "dense"):
-        output = dense_forward(args, record)
+        run_dense = _compiled_dense() if compile_dense and x.is_cuda else dense_forward
+        output = run_dense(args, record)
         if skip.ahead and lasting and not record:
             grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
     elif training:
@@ -164,6 +171,12 @@ def _dispatch(
     else:  # nobody looks: the dispatcher's 0.1 ms matter for few tokens
         output = get_backend(backend).forward(args, path, block_rows, record)
     return _shaped(output, x, down)
+
+
+@lru_cache(maxsize=1)
+def _compiled_dense() -> Callable[[FfnArgs, bool], FfnOutput]:
+    """`dense_forward` with its activations fused; one for all layers."""
+    return torch.compile(dense_forward)
 
 
 def _observed(tensors: tuple[Tensor | None, ...]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,14 @@ class SparseMLP(nn.Module):
                   Under reentrant checkpointing its L1 carries no gradient; use_reentrant=False keeps it.
     neuron_major: store `down_proj.weight` as described. False keeps stock strides, which sparse paths
                   read more slowly but FSDP2 and other tools that want contiguous parameters accept.
+    eager:        where `torch.compile` meets the block in training, break the graph, so that an automatic
+                  plan decides at every step; inside the graph it trains dense. Not for fullgraph=True.
 
     Because of the layout `state_dict()["down_proj.weight"]` is a copy, not an alias of the parameter: change
     weights through the parameters or `load_state_dict`, not in place through a state dict.
     """
+
+    _forward_outside: ClassVar[Callable[[SparseMLP, Tensor], Tensor] | None] = None
 
     def __init__(
         self,
@@ -50,6 +55,7 @@ class SparseMLP(nn.Module):
         plan: Plan | None = None,
         record: bool = False,
         neuron_major: bool = True,
+        eager: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -71,6 +77,7 @@ class SparseMLP(nn.Module):
         self.plan = plan
         self.record = record
         self.neuron_major = neuron_major
+        self.eager = eager
         self.last_stats: FfnStats | None = None
         self.gate_proj = projection(hidden_size, intermediate_size, gate_bias) if gated else None
         self.up_proj = projection(hidden_size, intermediate_size, up_bias)
@@ -84,8 +91,29 @@ class SparseMLP(nn.Module):
     def gated(self) -> bool:
         return self.gate_proj is not None
 
+    @property
+    def eager(self) -> bool:
+        return self._eager
+
+    @eager.setter
+    def eager(self, eager: bool) -> None:
+        self._eager = eager
+        if eager and SparseMLP._forward_outside is None:  # here, since it imports the compiler (2 s)
+            SparseMLP._forward_outside = torch.compiler.disable(
+                SparseMLP._forward_between_graphs,
+                reason="SparseMLP.eager is on; with fullgraph=True turn it off",
+            )
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
+        if torch.compiler.is_compiling() and self._eager and torch.is_grad_enabled():
+            return self._forward_outside(x)
+        return self._forward(x, compile_dense=False)
+
+    def _forward_between_graphs(self, x: Tensor) -> Tensor:
+        return self._forward(x, compile_dense=True)
+
+    def _forward(self, x: Tensor, compile_dense: bool) -> Tensor:
         if not self._projections_are_plain():
             return self._forward_through_modules(x)
         modules = self._modules
@@ -96,7 +124,7 @@ class SparseMLP(nn.Module):
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
         tensors = (x, up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias)
-        output = run_ffn(tensors, self.activation, self.plan, self.record)
+        output = run_ffn(tensors, self.activation, self.plan, self.record, compile_dense)
         if self.record:
             if self.training and not torch.is_grad_enabled() and up_weight.requires_grad:
                 self._say_that_l1_is_a_constant()
@@ -146,6 +174,10 @@ class SparseMLP(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The statistics may hang on an autograd graph, which neither copies nor pickles.
         return {**super().__getstate__(), "last_stats": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.eager = state.get("_eager", False)  # in a new process, too
 
 
 def _weight_and_bias(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:

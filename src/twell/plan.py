@@ -93,8 +93,8 @@ def resolve(plan: Plan | None, site: Site) -> Plan:
         else:
             if wanted.path == "auto" and site.training and site.tokens is None:
                 log_once(
-                    "compiled training steps run dense with an automatic plan: name a path, as in "
-                    'Plan(path="block"), to train on the active set inside compiled code'
+                    "compiled training steps run dense with an automatic plan: SparseMLP.eager = True lets "
+                    'it decide between graphs; Plan(path="block") trains on the active set inside of them'
                 )
             return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
     if not chosen_dense:

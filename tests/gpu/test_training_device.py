@@ -274,6 +274,23 @@ def test_layers_switch_by_how_active_they_are(nnz, sparse):
     assert state.switches == int(sparse)
 
 
+@pytest.mark.parametrize(("nnz", "sparse"), [(24, True), (5632, False)])
+def test_layers_switch_between_compiled_graphs(nnz, sparse):
+    mlp, x = module(2048, 5632, nnz, record=True), tokens_of(8192, 2048)
+    wanted = module_grads(mlp, x)
+    mlp.eager = True
+    compiled = torch.compile(lambda x: mlp(x * 2) / 2)
+    for _ in range(6):
+        found = module_grads(mlp, x / 2, compiled)
+        torch.cuda.synchronize()
+    (state,) = training_states()
+    assert state.sparse is sparse
+    assert mlp.last_stats.l1.requires_grad
+    scales = (2.0 / 2**2, *[1 / 2**2] * 3)  # of the loss, and of x
+    for f, w, scale in zip(found, wanted, scales, strict=True):
+        assert (f.float() / scale - w.float()).norm() <= 0.01 * w.float().norm()
+
+
 def test_layers_switch_apart_under_autocast():
     """Casts of float32 weights live for one call and may follow each other at one address."""
     layers, x = [module(2048, 5632, nnz).float() for nnz in (24, 5632)], tokens_of(8192, 2048)

@@ -266,6 +266,27 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_l1():
     assert sparse.eval()(ids, labels=ids).l1_loss > 0
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_around_eager_blocks(checkpointing):
+    torch._dynamo.reset()
+    sparse, ids = sparse_model(sparsity_l1_coeff=0.5).train(), tokens()
+    if checkpointing:
+        sparse.gradient_checkpointing_enable({"use_reentrant": False})
+    for mlp in hf.sparse_mlps(sparse):
+        mlp.eager = True
+    compiled = torch.compile(sparse, backend="aot_eager")
+    losses, gradients = {}, {}
+    for weight in (0.5, 0.125):
+        sparse.l1_weight = weight
+        for name, run in (("eager", sparse), ("compiled", compiled)):
+            sparse.zero_grad()
+            output = run(input_ids=ids, labels=ids, use_cache=False)
+            output.loss.backward()
+            losses[name], gradients[name] = output.loss.detach(), _gradients(sparse)
+        torch.testing.assert_close(losses["compiled"], losses["eager"])
+        torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
+
+
 def test_compiled_whole_and_l1_weight_without_recompiling():
     torch._dynamo.reset()
     sparse, ids = sparse_model(sparsity_l1_coeff=0.5).train(), tokens()

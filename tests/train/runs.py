@@ -1,13 +1,17 @@
-"""Small runs for tests: a corpus of our own source text and a model that trains in seconds."""
+"""Small runs for tests: a corpus of our own source text, a model that trains in seconds, processes."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import twell
 from twell.train.settings import run_config, with_overrides
 
+ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "model": {"hidden_size": 32, "intermediate_size": 96, "layers": 2, "heads": 2, "positions": 64},
     "data": {"vocab_size": 384, "sequence_length": 32, "held_out": 0.1, "held_out_tokens": 2000},
@@ -45,3 +49,18 @@ def logged(folder: Path, *names: str) -> list[tuple]:
     """(step, values) of every training log."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [(line["step"], *(line[name] for name in names)) for line in lines if "ce_loss" in line]
+
+
+def launch(processes: int, *arguments, module=("twell.cli", "train"), **environment: str) -> str:
+    """`twell train` in processes of its own, without a GPU unless `environment` says otherwise."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    fixed = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    result = subprocess.run(
+        [*command, "-m", *module, *map(str, arguments)],
+        env=os.environ | fixed | {"CUDA_VISIBLE_DEVICES": ""} | environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from twell import SparseMLP
 from twell.train.firing import FiringTracker
-from twell.train.revival import revive, seeded
+from twell.train.revival import revive
+from twell.train.seeds import generator_of
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -24,7 +25,7 @@ for sharded in (False, True):
     optimizer.step()
     dead = torch.zeros(40, dtype=torch.bool)
     dead[[1, 19, 20, 39]] = True
-    revive(mlp, dead, std=0.1, generator=seeded(0, 1, 2), optimizer=optimizer)
+    revive(mlp, dead, std=0.1, generator=generator_of(0, 1, 2), optimizer=optimizer)
     blocks.append(mlp)
     optimizers.append(optimizer)
 whole, parts = blocks

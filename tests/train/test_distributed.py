@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,28 +14,7 @@ from rich.console import Console
 from twell.train.run import train
 from twell.train.settings import to_yaml
 
-from .runs import logged, small_run, write_corpus
-
-ROOT = Path(__file__).parents[2]
-
-
-def launch(processes, *arguments, module=("twell.cli", "train")):
-    """`twell train` in its own processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
-    }
-    result = subprocess.run(
-        [*command, "-m", *module, *map(str, arguments)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result.stdout
+from .runs import launch, logged, small_run, write_corpus
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from twell import SparseMLP
 from twell.train.checkpoints import MANIFEST, fault, newest_whole, write_manifest
 from twell.train.data import RunOrder
 from twell.train.firing import FiringTracker
-from twell.train.revival import revive, seeded
+from twell.train.revival import revive
 from twell.train.schedule import L1Schedule
+from twell.train.seeds import generator_of
 
 
 def test_l1_schedule():
@@ -45,7 +46,7 @@ class TestFiringTracker:
         assert other.active_per_token() == tracker.active_per_token()
 
     def test_other_layers_are_refused(self):
-        with pytest.raises(ValueError, match=r"firing: got layers of \(3,\); accepted: \(2,\)"):
+        with pytest.raises(ValueError, match=r"firing: got layers of \(3,\); accepted: layers of \(2,\)"):
             FiringTracker([2]).add([torch.zeros(3, dtype=torch.int64)], tokens=1)
         with pytest.raises(ValueError, match="firing state"):
             FiringTracker([2]).load_state_dict(FiringTracker([3]).state_dict())
@@ -64,11 +65,11 @@ class TestRevival:
         before, untouched = selector.weight.detach().clone(), [p.detach().clone() for p in others]
         dead = torch.zeros(32, dtype=torch.bool)
         dead[[3, 17]] = True
-        neurons = revive(mlp, dead, std=0.5, generator=seeded(0, 7, 1), optimizer=optimizer)
+        neurons = revive(mlp, dead, std=0.5, generator=generator_of(0, 7, 1), optimizer=optimizer)
         assert neurons.tolist() == [3, 17]
         changed = (selector.weight != before).any(1)
         assert torch.equal(changed, dead)
-        rows = torch.randn(2, 16, generator=seeded(0, 7, 1)) * 0.5
+        rows = torch.randn(2, 16, generator=generator_of(0, 7, 1)) * 0.5
         assert torch.equal(selector.weight[dead], rows)
         for name in ("exp_avg", "exp_avg_sq"):
             moments = optimizer.state[selector.weight][name]
@@ -80,14 +81,22 @@ class TestRevival:
         mlp = SparseMLP(16, 32)
         before = mlp.gate_proj.weight.detach().clone()
         none = revive(
-            mlp, torch.zeros(32, dtype=torch.bool), std=1.0, generator=seeded(0, 0, 0), optimizer=None
+            mlp, torch.zeros(32, dtype=torch.bool), std=1.0, generator=generator_of(0, 0, 0), optimizer=None
         )
         assert none.numel() == 0
         assert torch.equal(mlp.gate_proj.weight, before)
 
+    def test_flattened_weights_are_refused(self):
+        mlp = SparseMLP(16, 32)
+        mlp.gate_proj.weight.data = mlp.gate_proj.weight.data.flatten()  # as FSDP 1 keeps them
+        dead = torch.ones(32, dtype=torch.bool)
+        with pytest.raises(ValueError, match=r"revive_every: got weights of shape \(512,\).*FSDP 2"):
+            revive(mlp, dead, std=1.0, generator=generator_of(0), optimizer=None)
+
     def test_seeds_differ(self):
         drawn = {
-            torch.rand(1, generator=seeded(*numbers)).item() for numbers in [(0, 1, 0), (0, 0, 1), (1, 0, 0)]
+            torch.rand(1, generator=generator_of(*numbers)).item()
+            for numbers in [(0, 1, 0), (0, 0, 1), (1, 0, 0)]
         }
         assert len(drawn) == 3
 

@@ -9,7 +9,24 @@ import rich  # noqa: F401  (every command draws with it: miss it here, where `ma
 import typer
 from typer import Argument, Option
 
-app = typer.Typer(help="Sparse feed-forward execution for LLMs.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        from .._version import __version__
+
+        typer.echo(f"twell {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, Option("--version", help="Say the version and leave.", is_eager=True, callback=_say_version)
+    ] = False,
+) -> None:
+    """Sparse feed-forward execution for LLMs."""
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import typer
@@ -20,10 +19,9 @@ def run_train(
     out: Path | None,
     resume: Path | None,
 ) -> None:
-    # Imported here: they bring transformers, which takes seconds.
     from ..train.folder import CONFIG
     from ..train.presets import preset as preset_settings
-    from ..train.run import train
+    from ..train.processes import is_first
     from ..train.settings import read_settings, run_config, with_overrides
 
     if resume is not None:
@@ -40,11 +38,12 @@ def run_train(
             reject("settings", received, "one of --preset NAME, --config FILE.yaml and --resume FOLDER")
         settings = preset_settings(preset) if config is None else read_settings(config)
         folder = out or Path("runs") / (preset or config.stem)
+    settings = run_config(with_overrides(settings, overrides))
+    from ..train.run import train  # once settings are valid: transformers takes seconds to import
+
     console = Console()
-    result = train(
-        run_config(with_overrides(settings, overrides)), folder, resume=resume is not None, console=console
-    )
-    if int(os.environ.get("RANK", "0")):
+    result = train(settings, folder, resume=resume is not None, console=console)
+    if not is_first():
         return
     if not result.finished:
         step = result.summary["step"]

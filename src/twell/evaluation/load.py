@@ -7,15 +7,10 @@ from typing import Any
 
 import torch
 
-from .._checks import reject
+from .._checks import is_local, reject
 from ..train.checkpoints import newest_whole
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def is_local(path: str) -> bool:
-    """Whether a path that does not exist was meant to: names on the Hub are OWNER/NAME, and no folder."""
-    return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
 
 
 def _model_folder(folder: Path) -> Path:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from .._checks import reject
+from .processes import sum_over_all
 
 
 class FiringTracker:
@@ -26,16 +28,15 @@ class FiringTracker:
 
     def add(self, firing: Sequence[Tensor], tokens: int) -> None:
         """Counts of one micro-batch on this process: int64 [H] per layer."""
-        if tuple(counts.numel() for counts in firing) != self.layer_sizes:
-            sizes = tuple(counts.numel() for counts in firing)
-            raise ValueError(f"firing: got layers of {sizes}; accepted: {self.layer_sizes}")
+        sizes = tuple(counts.numel() for counts in firing)
+        if sizes != self.layer_sizes:
+            reject("firing", f"layers of {sizes}", f"layers of {self.layer_sizes}")
         self._step[:-1] += torch.cat([counts.detach() for counts in firing])
         self._step[-1] += tokens
 
     def finish_step(self) -> None:
         """End of an optimiser step, on every process."""
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self._step)
+        sum_over_all(self._step)
         fired, tokens = self._step[:-1] > 0, self._step[-1]
         self.silent = torch.where(fired, 0, self.silent + tokens)
         self._window += self._step
@@ -66,8 +67,6 @@ class FiringTracker:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state["silent"].shape != self.silent.shape:
-            raise ValueError(
-                f"firing state: got {state['silent'].numel()} neurons; accepted: {self.silent.numel()}"
-            )
+            reject("firing state", f"{state['silent'].numel()} neurons", f"{self.silent.numel()} neurons")
         self.silent.copy_(state["silent"])
         self._window.copy_(state["window"])

@@ -7,8 +7,9 @@ import threading
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback
+
+from .processes import any_of_all, are_several
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -56,11 +57,8 @@ class SaveOnInterrupt(TrainerCallback):
             control.should_training_stop = True
 
     def _all_stop(self, args, step: int) -> bool:
-        if not (dist.is_available() and dist.is_initialized()):
-            return self.interrupted
-        if step % args.logging_steps:
-            return False
-        flag = torch.tensor(int(self.interrupted), device=args.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.interrupted = bool(flag.item())
+        if are_several():
+            if step % args.logging_steps:
+                return False
+            self.interrupted = any_of_all(torch.tensor(self.interrupted, device=args.device))
         return self.interrupted

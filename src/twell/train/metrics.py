@@ -12,40 +12,44 @@ import torch
 from transformers import TrainerCallback
 
 
+class Pace(TrainerCallback):
+    """Tokens per second and peak memory since the last report, evaluations and saves left out."""
+
+    def __init__(self, tokens_per_step: int) -> None:
+        self.tokens_per_step = tokens_per_step
+        self._since = (0, perf_counter())
+
+    def report(self, step: int) -> dict[str, float]:
+        before, then = self._since
+        self._since = step, perf_counter()
+        tokens = (step - before) * self.tokens_per_step
+        found = {"tokens_per_second": tokens / max(self._since[1] - then, 1e-9)}
+        if torch.cuda.is_available():  # of this stretch: a run that turns sparse needs less later on
+            found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        return found
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._since = state.global_step, perf_counter()
+
+    on_evaluate = on_save = on_train_begin
+
+
 class MetricsFile(TrainerCallback):
     """Appends to `path` on the first process; a resumed run goes on behind the step that it resumes from."""
 
     def __init__(self, path: Path, tokens_per_step: int) -> None:
         self.path, self.tokens_per_step = path, tokens_per_step
-        self._last: tuple[int, float] | None = None
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._last = state.global_step, perf_counter()
         if state.is_world_process_zero:
             cut_after(self.path, state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        logs = dict(logs or {})
-        if "loss" in logs:  # on every process: others read it from the same dictionary
-            step, then = self._last or (state.global_step, perf_counter())
-            now = perf_counter()
-            logs["tokens_per_second"] = (
-                (state.global_step - step) * self.tokens_per_step / max(now - then, 1e-9)
-            )
-            self._last = state.global_step, now
-            if torch.cuda.is_available():  # of this stretch: a run that turns sparse needs less later on
-                logs["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
         if state.is_world_process_zero:
-            line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step} | logs
+            line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
             with self.path.open("a") as out:
-                out.write(json.dumps(line) + "\n")
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        # The time of an evaluation or a save is not that of training.
-        self._last = state.global_step, perf_counter()
-
-    on_save = on_evaluate
+                out.write(json.dumps(line | (logs or {})) + "\n")
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from .. import hf
-from .._checks import reject
+from .._checks import is_local, reject
 from ..plan import Plan
 from .config import ModelConfig
 
@@ -17,11 +17,20 @@ _DENSE = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 _OPTIMISER_SHARDS = "ACCELERATE_USE_FSDP"
 
 
-def build_model(config: ModelConfig, *, vocab_size: int, eos_token_id: int, sequence_length: int, l1: float):
+def build_model(
+    config: ModelConfig,
+    *,
+    vocab_size: int,
+    eos_token_id: int,
+    sequence_length: int,
+    l1: float,
+    compiled: bool = False,
+):
     """The model, on the CPU in float32. Draws weights from torch's global generator.
 
     vocab_size:  of the tokenizer; a checkpoint's may be larger.
     l1:          the L1 weight that its config is to name.
+    compiled:    whether it will be: layers with an automatic plan then stay out of the graph.
     """
     if config.init_from is None:
         model = AutoModelForCausalLM.from_config(_config(config, vocab_size, eos_token_id, l1))
@@ -37,6 +46,7 @@ def build_model(config: ModelConfig, *, vocab_size: int, eos_token_id: int, sequ
     layers = hf.sparse_mlps(model)
     for mlp in layers:
         mlp.plan = None if config.plan is None else Plan.parse(config.plan)
+        mlp.eager = compiled and (mlp.plan is None or mlp.plan.path == "auto")
     if layers and os.environ.get(_OPTIMISER_SHARDS, "").lower() in ("1", "true"):
         hf.set_neuron_major(model, False)  # FSDP shards contiguous parameters only
     return model.float()
@@ -70,8 +80,7 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
 
 def check_checkpoint(path: str) -> None:
     """Before anything else is done: `path` must be a folder, or look like a name on the Hub."""
-    local = path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
-    if local and not Path(path).is_dir():
+    if is_local(path) and not Path(path).is_dir():
         reject("model.init_from", repr(path), "a folder with a checkpoint, or the name of one on the Hub")
 
 

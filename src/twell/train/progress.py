@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import perf_counter
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
@@ -15,10 +13,8 @@ class ProgressBar(TrainerCallback):
     def __init__(self, tokens_per_step: int, console: Console) -> None:
         self.tokens_per_step, self.console = tokens_per_step, console
         self.bar: Progress | None = None
-        self._last = (0, 0.0)
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._last = state.global_step, perf_counter()
         if not state.is_world_process_zero or not self.console.is_terminal:
             return
         columns = (
@@ -42,12 +38,8 @@ class ProgressBar(TrainerCallback):
         if "eval_loss" in logs:
             nnz = f", nnz {logs['eval_nnz']:.1f}" if "eval_nnz" in logs else ""
             self._say(f"step {state.global_step}: held-out cross-entropy {logs['eval_loss']:.4f}{nnz}")
-            self._last = state.global_step, perf_counter()
         elif "ce_loss" in logs:
-            step, then = self._last
-            now = perf_counter()
-            rate = (state.global_step - step) * self.tokens_per_step / max(now - then, 1e-9)
-            self._last = state.global_step, now
+            rate = logs["tokens_per_second"]
             status = f"cross-entropy {logs['ce_loss']:.3f}"
             if "nnz" in logs:
                 status += f"  nnz {logs['nnz']:.1f}  dead {logs['dead']:.1%}"

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
@@ -16,8 +15,10 @@ from .._checks import reject
 from ..hf import sparse_mlps
 from .config import RunConfig
 from .firing import FiringTracker
-from .revival import revive, seeded
+from .processes import is_first, sum_over_all
+from .revival import revive
 from .schedule import L1Schedule
+from .seeds import generator_of
 
 STATE_FILE = "sparsity.safetensors"
 
@@ -32,6 +33,7 @@ class Recipe(TrainerCallback):
         self.config = config
         recipe = config.recipe
         self.schedule = L1Schedule(weight=recipe.l1, start=recipe.l1_start, end=recipe.l1_end)
+        self.model = model
         self.layers = sparse_mlps(model)
         self.std = getattr(model.config, "initializer_range", 0.02)
         self.tracker: FiringTracker | None = None
@@ -62,7 +64,7 @@ class Recipe(TrainerCallback):
 
     def report(self) -> dict[str, float]:
         """Means since the last report, over all processes: call it on every one."""
-        penalised, total, tokens, l1, batches = self._sums_of_all().tolist()
+        penalised, total, tokens, l1, batches = sum_over_all(self._sums.clone()).tolist()
         self._sums.zero_()
         found = {"loss": penalised / tokens, "ce_loss": total / tokens} if tokens else {}
         if self.tracker is not None:
@@ -77,22 +79,15 @@ class Recipe(TrainerCallback):
             found |= {f"dead_layer_{layer}": value for layer, value in enumerate(dead)}
         return found
 
-    def _sums_of_all(self) -> Tensor:
-        sums = self._sums.clone()
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(sums)
-        return sums
-
     def on_train_begin(self, args, state, control, **kwargs):
         # A resumed run takes these from its checkpoint, whatever it is told now.
         state.compute_steps(args, state.max_steps)
 
-    def on_step_begin(self, args, state, control, model=None, **kwargs):
+    def on_step_begin(self, args, state, control, **kwargs):
         if self.layers:
-            self._l1_weight = self.schedule(state.global_step)
-            _unwrapped(model).l1_weight = self._l1_weight
+            self._l1_weight = self.model.l1_weight = self.schedule(state.global_step)
 
-    def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
         if state.global_step >= state.max_steps:
             control.should_log = True
         if self.tracker is None:
@@ -113,14 +108,14 @@ class Recipe(TrainerCallback):
         for layer, (mlp, dead) in enumerate(
             zip(self.layers, self.tracker.dead(self.config.dead_after), strict=True)
         ):
-            generator = seeded(self.config.train.seed, step, layer)
+            generator = generator_of(self.config.train.seed, step, layer)
             neurons = revive(mlp, dead, std=self.std, generator=generator, optimizer=optimizer)
             self.tracker.revived(layer, neurons)
             self.revived += neurons.numel()
 
     def save(self, folder: Path, first: bool) -> None:
         """Call it on every process; the first writes."""
-        state = {"sums": self._sums_of_all().cpu(), "revived": torch.tensor(self.revived)}
+        state = {"sums": sum_over_all(self._sums.clone()).cpu(), "revived": torch.tensor(self.revived)}
         if self.tracker is not None:
             state |= self.tracker.state_dict()
         if first:
@@ -130,14 +125,7 @@ class Recipe(TrainerCallback):
         state = load_file(folder / STATE_FILE)
         self.revived = int(state.pop("revived"))
         sums = state.pop("sums")
-        if not (dist.is_available() and dist.is_initialized() and dist.get_rank()):
+        if is_first():
             self._sums.copy_(sums)  # of all processes together
         if self.tracker is not None:
             self.tracker.load_state_dict(state)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Behind DDP's and the compiler's wrappers."""
-    while hasattr(model, "module") or hasattr(model, "_orig_mod"):
-        model = getattr(model, "_orig_mod", None) or model.module
-    return model

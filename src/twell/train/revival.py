@@ -31,6 +31,8 @@ def revive(
     if not neurons.numel():
         return neurons
     weight = selector.weight
+    if weight.dim() != 2 or weight.shape[0] != dead.numel():
+        reject("recipe.revive_every", f"weights of shape {tuple(weight.shape)}", "0 under FSDP 1; or FSDP 2")
     rows = torch.randn(neurons.numel(), weight.shape[1], generator=generator) * std
     _set_rows(weight, neurons, rows)
     if selector.bias is not None:
@@ -69,10 +71,3 @@ def _clear_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, rows
     for value in state.values():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             _set_rows(value, rows, torch.zeros(rows.numel(), *parameter.shape[1:]))
-
-
-def seeded(seed: int, step: int, layer: int) -> torch.Generator:
-    """A generator that depends on nothing else: the same on every process, and after a resume."""
-    generator = torch.Generator()
-    # Three numbers in one: steps below 2**32, layers below 2**12.
-    return generator.manual_seed((seed << 44 ^ step << 12 ^ layer) & (2**63 - 1))

@@ -35,6 +35,7 @@ from .folder import METRICS, MODEL, SUMMARY, check_data, claimed, with_absolute_
 from .interrupt import SaveOnInterrupt
 from .metrics import MetricsFile, read_metrics
 from .model import build_model, check_checkpoint
+from .processes import is_first
 from .progress import ProgressBar
 from .trainer import SparseTrainer, is_disk_full
 
@@ -59,8 +60,7 @@ def train(
     config = with_absolute_paths(config)
     if config.model.init_from is not None:
         check_checkpoint(config.model.init_from)
-    first = int(os.environ.get("RANK", "0")) == 0
-    with claimed(config, folder, resume=resume, first=first):
+    with claimed(config, folder, resume=resume, first=is_first()):
         if resume and (stored := _finished(config, folder)) is not None:
             return RunResult(folder=folder, finished=True, summary=stored)
         return _train(config, folder, resume, console)
@@ -76,7 +76,7 @@ def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
 
 
 def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> RunResult:
-    first = int(os.environ.get("RANK", "0")) == 0
+    first = is_first()
     arguments = training_arguments(config, folder)
     data = prepare(data_config(config), quiet=not first)
     check_data(folder, data.folder, resume=resume, first=first)
@@ -91,6 +91,7 @@ def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> R
         eos_token_id=data.tokenizer.eos_token_id,
         sequence_length=config.data.sequence_length,
         l1=config.recipe.l1,
+        compiled=config.train.compile,
     )
     if config.train.compile and config.train.checkpointing:
         # Checkpointed blocks note their statistics when they are computed again, too: nobody reads those.

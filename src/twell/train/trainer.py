@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import math
 import shutil
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import Trainer, default_data_collator
@@ -21,22 +21,27 @@ from .config import RunConfig
 from .data import RunOrder
 from .firing import FiringTracker
 from .interrupt import outlive_signals
+from .metrics import Pace
+from .processes import any_of_all, sum_over_all, wait_for_all
 from .recipe import Recipe
 
 
 class SparseTrainer(Trainer):
     """`Trainer` for causal language models with or without sparse layers.
 
-    Logs gain `ce_loss`, and for sparse models `l1_loss`, `nnz` and `dead` (means over layers, and by layer);
-    the loss of an evaluation is the cross-entropy alone. Checkpoints hold the recipe's state and a manifest.
+    Logs gain `ce_loss`, tokens per second and peak memory, and for sparse models `l1_loss`, `nnz` and `dead`
+    (means over layers, and by layer); the loss of an evaluation is the cross-entropy alone. Checkpoints hold
+    the recipe's state and a manifest.
     """
 
     def __init__(self, *arguments: Any, run: RunConfig, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.run_config = run
         self.recipe = Recipe(run, self.model)
+        self.pace = Pace(run.tokens_per_step)
         self.add_callback(self.recipe)
-        self._evaluated: FiringTracker | None = None
+        self.add_callback(self.pace)
+        _return_losses_as_computed(getattr(self.accelerator.state, "fsdp_plugin", None))
 
     def train(self, resume_from_checkpoint: str | None = None, **options: Any):
         self.recipe.prepare(self.args.device)
@@ -73,23 +78,21 @@ class SparseTrainer(Trainer):
 
     def evaluation_loop(self, dataloader, *_arguments: Any, metric_key_prefix: str = "eval", **_options: Any):
         """Every sequence counts once, however many processes there are: transformers' loop pads."""
-        layers = self.recipe.layers
-        weight = getattr(self.model, "l1_weight", None)
-        if layers:
-            self._evaluated = FiringTracker([mlp.intermediate_size for mlp in layers], self.args.device)
-            self.model.l1_weight = 0.0  # what is evaluated is the cross-entropy
+        model, tracker, weight = self.recipe.model, None, None
+        if self.recipe.layers:
+            tracker = FiringTracker([mlp.intermediate_size for mlp in self.recipe.layers], self.args.device)
+            weight, model.l1_weight = model.l1_weight, 0.0  # what is evaluated is the cross-entropy
         try:
-            metrics = self._evaluate_all(dataloader.dataset, metric_key_prefix)
+            metrics = self._evaluate_all(dataloader.dataset, metric_key_prefix, tracker)
         finally:
-            self._evaluated = None
             if weight is not None:
-                self.model.l1_weight = weight
+                model.l1_weight = weight
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset)
         )
 
     @torch.no_grad()
-    def _evaluate_all(self, dataset: Dataset, prefix: str) -> dict[str, float]:
+    def _evaluate_all(self, dataset: Dataset, prefix: str, tracker: FiringTracker | None) -> dict[str, float]:
         world, batch = self.args.world_size, self.args.per_device_eval_batch_size
         mine = range(self.args.process_index, len(dataset), world)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
@@ -104,39 +107,37 @@ class SparseTrainer(Trainer):
             if places:
                 counted = (inputs["labels"][..., 1:] != -100).sum()
                 sums += torch.stack([output.loss.double() * counted, counted.double()])
-                if self._evaluated is not None:
-                    self._evaluated.add(output.firing, inputs["labels"].numel())
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(sums)
-        loss = (sums[0] / sums[1]).item()
+                if tracker is not None:
+                    tracker.add(output.firing, inputs["labels"].numel())
+        total, tokens = sum_over_all(sums).tolist()
+        loss = total / tokens
         metrics = {f"{prefix}_loss": loss, f"{prefix}_perplexity": math.exp(min(loss, 700.0))}
-        if self._evaluated is not None:
-            self._evaluated.finish_step()
-            active = self._evaluated.active_per_token()
+        if tracker is not None:
+            tracker.finish_step()
+            active = tracker.active_per_token()
             metrics[f"{prefix}_nnz"] = sum(active) / len(active)
             metrics |= {f"{prefix}_nnz_layer_{layer}": value for layer, value in enumerate(active)}
         return metrics
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         if "loss" in logs:
-            logs |= self.recipe.report()
+            logs |= self.recipe.report() | self.pace.report(self.state.global_step)
         super().log(logs, *arguments, **options)
         if not math.isfinite(logs.get("loss", 0.0)):
             self.say_diverged(f"the loss is {logs['loss']}")
 
     def say_diverged(self, what: str) -> NoReturn:
+        raise FloatingPointError(f"{what} at step {self.state.global_step}; {self._what_is_saved()}")
+
+    def _what_is_saved(self) -> str:
         last = newest_whole(Path(self.args.output_dir))
-        kept = "no checkpoint was saved before" if last is None else f"the last checkpoint is {last}"
-        raise FloatingPointError(f"{what} at step {self.state.global_step}; {kept}")
+        return "no checkpoint was saved before" if last is None else f"the last checkpoint is {last}"
 
     @torch.no_grad()
     def check_weights(self) -> None:
         """On every process: weights that are not finite must not take the place of some that are."""
         finite = [_local(parameter).isfinite().all() for parameter in self.model.parameters()]
-        flag = torch.stack(finite).all().to(torch.int32)
-        if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        if not flag:
+        if any_of_all(~torch.stack(finite).all()):
             self.say_diverged("weights are not finite")
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
@@ -145,8 +146,7 @@ class SparseTrainer(Trainer):
         try:
             super()._save_checkpoint(*arguments, **options)
             self.recipe.save(folder, self.args.should_save)
-            if dist.is_available() and dist.is_initialized():
-                dist.barrier()  # files of every process are there before the manifest says so
+            wait_for_all()  # files of every process are there before the manifest says so
             if self.args.should_save:
                 write_manifest(folder)
                 drop_old(Path(self.args.output_dir), self.run_config.train.keep)
@@ -154,11 +154,24 @@ class SparseTrainer(Trainer):
             if not is_disk_full(error):
                 raise
             shutil.rmtree(folder, ignore_errors=True)
-            last = newest_whole(Path(self.args.output_dir))
-            kept = "no checkpoint was saved before" if last is None else f"the last checkpoint is {last}"
-            raise OSError(
-                errno.ENOSPC, f"no space left to save step {self.state.global_step}; {kept}"
-            ) from error
+            message = f"no space left to save step {self.state.global_step}; {self._what_is_saved()}"
+            raise OSError(errno.ENOSPC, message) from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Whole weights, also where FSDP keeps checkpoints in shards."""
+        if _internal_call or not self.is_fsdp_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = self.accelerator.get_state_dict(self.model)  # from every process
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+
+
+def _return_losses_as_computed(fsdp_plugin: Any) -> None:
+    """accelerate lets FSDP 2 round all that a model returns to 16 bits, losses included."""
+    policy = getattr(fsdp_plugin, "mixed_precision_policy", None)
+    if getattr(policy, "output_dtype", None) is not None:
+        fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..._checks import reject, require_positive_int
+from ..seeds import generator_of
 
 _CHUNK = 1 << 16
 
@@ -26,10 +26,7 @@ class EpochOrder:
     def indices(self, epoch: int) -> Tensor:
         """int64 [length] on the CPU."""
         _require_not_negative("epoch", epoch)
-        # Hashed, since seed + epoch would make epoch 1 of seed 0 equal to epoch 0 of seed 1.
-        digest = hashlib.blake2b(f"{self.seed}\0{epoch}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        return torch.randperm(self.length, generator=generator)
+        return torch.randperm(self.length, generator=generator_of(self.seed, epoch))
 
 
 class RunOrder(Sampler[int]):
