@@ -1,7 +1,8 @@
 """Whole training runs on a GPU; writes benchmarks/results/runs/training.jsonl, one line per run.
 
     small   about 100M parameters on the same tokens: SiLU, ReLU without a penalty, several penalties, revival
-    wide    the paper's width (D 2048, H 5632, 8 layers): automatic plans against dense, from one seed
+    wide    the paper's width (D 2048, H 5632, 8 layers): automatic plans against dense, eager and compiled,
+            from one seed
 
 Runs are `twell train` with settings over a preset. Those of `wide` follow each other in one process; several
 of `small` share the GPU, each in a process of its own, so their tokens per second mean nothing. Text comes
@@ -77,7 +78,16 @@ SUITES: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
             "l1-3e-4-revival": ("recipe.l1=3e-4", "recipe.revive_every=50"),
         },
     ),
-    "wide": ("paper-0.5b", WIDE, {"auto": (), "dense": ("model.plan=dense",)}),
+    "wide": (
+        "paper-0.5b",
+        WIDE,
+        {
+            "dense": ("model.plan=dense",),
+            "auto": (),
+            "dense-compiled": ("model.plan=dense", "train.compile=true"),
+            "auto-compiled": ("train.compile=true",),
+        },
+    ),
 }
 
 
@@ -87,13 +97,13 @@ def run_one(suite: str, name: str, data: Path, folder: Path) -> dict[str, object
     settings = (*shared, *runs[name])
     command = [sys.executable, "-m", "twell.cli", "train", "--preset", preset, "--out", str(folder)]
     overrides = [f"data.source=prepared:{data}", *settings]
+    known = len(twell.training_states())
     start = time.perf_counter()
     if suite == "wide":
         from twell.cli.train import run_train
 
         run_train(overrides=overrides, preset=preset, config=None, out=folder, resume=None)
-        states = [(s.sparse, s.share, s.switches) for s in twell.training_states()]
-        console.print("layers (sparse, share, switches):", states)
+        torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
     else:
@@ -111,9 +121,13 @@ def run_one(suite: str, name: str, data: Path, folder: Path) -> dict[str, object
     step = max(1, -(-len(lines) // POINTS))
     curve = {key: [line.get(key) for line in lines[step - 1 :: step]] for key in CURVE}
     shown = {key: value for key, value in summary.items() if isinstance(value, float)}
-    console.print(f"{suite}/{name} {seconds:.0f} s", {key: round(value, 4) for key, value in shown.items()})
+    layers = [(s.sparse, s.share, s.switches) for s in twell.training_states()[known:]]
+    console.print(
+        f"{suite}/{name} {seconds:.0f} s, {sum(sparse for sparse, *_ in layers)} layers sparse,",
+        {key: round(value, 4) for key, value in shown.items()},
+    )
     return {
-        "layers": [(s.sparse, s.share, s.switches) for s in twell.training_states()],
+        "layers": layers,
         "what": f"training_runs/{suite}/{name}",
         "preset": preset,
         "settings": list(settings),
