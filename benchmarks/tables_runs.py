@@ -83,8 +83,8 @@ def wide_runs() -> str:
     gaps = [_gaps(found, "dense", name) for name in shown if name != "dense"]
     lines += [
         "",
-        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Their cross-entropies differ "
-        f"from those of dense by {_means(gaps)} on average.",
+        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Cross-entropies differ "
+        f"from those of the first row by {_means(gaps)} on average.",
     ]
     return "\n".join(lines)
 

@@ -120,12 +120,9 @@ def run_one(suite: str, name: str, data: Path, folder: Path) -> dict[str, object
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "ce_loss" in line]
     step = max(1, -(-len(lines) // POINTS))
     curve = {key: [line.get(key) for line in lines[step - 1 :: step]] for key in CURVE}
-    shown = {key: value for key, value in summary.items() if isinstance(value, float)}
     layers = [(s.sparse, s.share, s.switches) for s in twell.training_states()[known:]]
-    console.print(
-        f"{suite}/{name} {seconds:.0f} s, {sum(sparse for sparse, *_ in layers)} layers sparse,",
-        {key: round(value, 4) for key, value in shown.items()},
-    )
+    shown = {key: round(value, 4) for key, value in summary.items() if isinstance(value, float)}
+    console.print(f"{suite}/{name} {seconds:.0f} s, sparse layers {sum(s for s, *_ in layers)}", shown)
     return {
         "layers": layers,
         "what": f"training_runs/{suite}/{name}",

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 
 from rich.console import Console
 from safetensors.torch import load_file
@@ -32,8 +31,9 @@ FSDP = {
 }
 
 
-@pytest.mark.parametrize("state", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    ("state", "checkpointing"), [("FULL_STATE_DICT", False), ("SHARDED_STATE_DICT", True)]
+)
 def test_sharded_run_equals_a_plain_one_and_resumes(tmp_path, state, checkpointing):
     config = small_run(
         write_corpus(tmp_path / "corpus"),
