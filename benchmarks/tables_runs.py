@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from twell.report.plots import training_curves
@@ -80,11 +80,11 @@ def wide_runs() -> str:
             f"| {WIDE[name]} | {summary['held_out_ce_loss']:.4f} | {summary['held_out_nnz']:.1f} "
             f"| {rate:,.0f} | {memory / 2**30:.1f} GiB | {' | '.join(ratios)} |"
         )
-    gaps = [_gaps(found, "dense", name) for name in shown if name != "dense"]
+    gaps = [f"{WIDE[name]} {_gap(found, 'dense', name):.4f}" for name in shown if name != "dense"]
     lines += [
         "",
-        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Cross-entropies differ "
-        f"from those of the first row by {_means(gaps)} on average.",
+        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Mean difference of their "
+        f"cross-entropies from those of the first row: {'; '.join(gaps)}.",
     ]
     return "\n".join(lines)
 
@@ -94,24 +94,22 @@ def _late(record: dict[str, Any], key: str) -> float:
     return median(values[len(values) // 2 :])
 
 
-def _gaps(found: dict[str, dict[str, Any]], one: str, other: str) -> list[float]:
+def _gap(found: dict[str, dict[str, Any]], one: str, other: str) -> float:
+    """Mean difference of two curves."""
     curves = (found[name]["curve"]["ce_loss"] for name in (one, other))
-    return [abs(a - b) for a, b in zip(*curves, strict=True)]
-
-
-def _means(gaps: list[list[float]]) -> str:
-    means = [f"{sum(gap) / len(gap):.4f}" for gap in gaps]
-    return ", ".join(means[:-1]) + f" and {means[-1]}" if len(means) > 1 else means[0]
+    return fmean(abs(a - b) for a, b in zip(*curves, strict=True))
 
 
 def measured_on() -> str:
-    found = [*runs("small").values(), *runs("wide").values()]
-    if not found:
+    suites = {"small": "the small runs", "wide": "those at the paper's width"}
+    last = {title: list(runs(suite).values())[-1] for suite, title in suites.items() if runs(suite)}
+    if not last:
         return NOT_MEASURED
-    record = found[-1]
+    (record, *_) = last.values()
+    commits = ", ".join(f"{title} at commit {found['commit']}" for title, found in last.items())
     return (
         f"Measured on one {record['hardware'].get('gpu')}, torch {record['versions']['torch']}, "
-        f"commit {record['commit']}, {record['date'][:10]}."
+        f"{record['date'][:10]}: {commits}."
     )
 
 
