@@ -83,8 +83,8 @@ def wide_runs() -> str:
     gaps = [f"{WIDE[name]} {_gap(found, 'dense', name):.4f}" for name in shown if name != "dense"]
     lines += [
         "",
-        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Mean difference of their "
-        f"cross-entropies from those of the first row: {'; '.join(gaps)}.",
+        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Mean difference of "
+        f"their cross-entropies from those of the first row: {'; '.join(gaps)}.",
     ]
     return "\n".join(lines)
 
