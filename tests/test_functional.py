@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
 import twell
-from twell import Plan, ffn, ffn_with_stats, reference
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, reference
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -319,3 +321,13 @@ def _bad(**changes):
 def test_bad_input_names_argument_value_and_accepted(arguments, message):
     with pytest.raises(ValueError, match=message):
         ffn(**arguments)
+
+
+@pytest.mark.parametrize("plan", [None, Plan(path="row")])
+def test_traced_by_jit(plan):
+    mlp = SparseMLP(32, 96, plan=plan).requires_grad_(False)
+    x = torch.randn(5, 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        traced = torch.jit.trace(mlp, (x,))
+    torch.testing.assert_close(traced(x), mlp(x))

@@ -228,6 +228,29 @@ def test_an_eager_block_belongs_to_the_graph_where_no_gradients_are_wanted(fresh
         compiled(x)
 
 
+class Doubled(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+@pytest.mark.parametrize("why", ["evaluation", "plan", "wrapped"])
+def test_an_eager_block_belongs_to_the_graph_where_nothing_is_to_decide(fresh_compiler, wide_layer, why):
+    layer, x, _ = wide_layer
+    if why == "evaluation":
+        layer.eval()
+    elif why == "plan":
+        layer.mlp.plan = ROW
+    else:
+        layer.mlp.up_proj = Doubled(layer.mlp.up_proj)
+    wanted = module_grads(layer, x)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    assert_same(module_grads(layer, x, compiled), wanted)
+
+
 def test_eager_blocks_are_copied_as_such():
     mlp = SparseMLP(16, 32, eager=True)
     assert copy.deepcopy(mlp).eager

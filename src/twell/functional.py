@@ -175,7 +175,7 @@ def _dispatch(
 
 @lru_cache(maxsize=1)
 def _compiled_dense() -> Callable[[FfnArgs, bool], FfnOutput]:
-    """`dense_forward` with its activations fused; one for all layers."""
+    """`dense_forward` with its activations fused, by Inductor whatever compiles the rest; for all layers."""
     return torch.compile(dense_forward)
 
 
@@ -267,7 +267,7 @@ def _resolve_cached(
 
 def _token_bucket(x: Tensor) -> int | None:
     """The power of two at or above x's tokens; None while tracing, where one graph serves many."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     tokens = x.numel() // max(x.shape[-1], 1)
     return 1 << max(tokens - 1, 0).bit_length()

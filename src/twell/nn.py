@@ -32,8 +32,9 @@ class SparseMLP(nn.Module):
                   Under reentrant checkpointing its L1 carries no gradient; use_reentrant=False keeps it.
     neuron_major: store `down_proj.weight` as described. False keeps stock strides, which sparse paths
                   read more slowly but FSDP2 and other tools that want contiguous parameters accept.
-    eager:        where `torch.compile` meets the block in training, break the graph, so that an automatic
-                  plan decides at every step; inside the graph it trains dense. Not for fullgraph=True.
+    eager:        where `torch.compile` meets the block in training mode, break the graph, so that an
+                  automatic plan decides at every step; inside the graph it trains dense. Not for
+                  fullgraph=True, nor inside a checkpoint, which would not be compiled at all.
 
     Because of the layout `state_dict()["down_proj.weight"]` is a copy, not an alias of the parameter: change
     weights through the parameters or `load_state_dict`, not in place through a state dict.
@@ -106,9 +107,19 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
-        if torch.compiler.is_compiling() and self._eager and torch.is_grad_enabled():
+        if torch.compiler.is_compiling() and self._leaves_graph():
             return self._forward_outside(x)
         return self._forward(x, compile_dense=False)
+
+    def _leaves_graph(self) -> bool:
+        """Whether there is something to decide that a compiler cannot."""
+        return (
+            self._eager
+            and self.training
+            and torch.is_grad_enabled()
+            and (self.plan is None or self.plan.path == "auto")
+            and self._projections_are_plain()
+        )
 
     def _forward_between_graphs(self, x: Tensor) -> Tensor:
         return self._forward(x, compile_dense=True)

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from accelerate.utils import compile_regions
 from transformers import AutoModel, AutoModelForCausalLM
 
 from twell import Plan, SparseMLP, hf
@@ -268,23 +269,70 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_l1():
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_around_eager_blocks(checkpointing):
+    """More layers than a function may be compiled anew: they share what is compiled."""
     torch._dynamo.reset()
-    sparse, ids = sparse_model(sparsity_l1_coeff=0.5).train(), tokens()
+    sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
     if checkpointing:
         sparse.gradient_checkpointing_enable({"use_reentrant": False})
     for mlp in hf.sparse_mlps(sparse):
         mlp.eager = True
-    compiled = torch.compile(sparse, backend="aot_eager")
+    calls = []
+
+    def backend(graph, inputs):
+        place = len(calls)
+        calls.append(0)
+
+        def run(*inputs):
+            calls[place] += 1
+            return graph.forward(*inputs)
+
+        return run
+
+    compiled = torch.compile(sparse, backend=backend)
     losses, gradients = {}, {}
     for weight in (0.5, 0.125):
         sparse.l1_weight = weight
         for name, run in (("eager", sparse), ("compiled", compiled)):
             sparse.zero_grad()
-            output = run(input_ids=ids, labels=ids, use_cache=False)
+            output = run(input_ids=ids, labels=ids)
             output.loss.backward()
             losses[name], gradients[name] = output.loss.detach(), _gradients(sparse)
         torch.testing.assert_close(losses["compiled"], losses["eager"])
         torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
+    if not checkpointing:  # a checkpoint with a break in it is not compiled
+        assert sum(count == 2 * 10 for count in calls) >= 1, f"one graph for all layers: {calls}"
+        assert len(calls) < 10
+
+
+def test_the_l1_weight_reaches_shallow_copies():
+    """accelerate trains one where it compiles layer by layer."""
+    sparse, ids = sparse_model(sparsity_l1_coeff=0.5).train(), tokens()
+    copied = compile_regions(sparse, backend="eager")
+    assert copied is not sparse
+    for weight in (0.0, 0.25):
+        sparse.l1_weight = weight
+        output = copied(input_ids=ids, labels=ids)
+        torch.testing.assert_close(output.loss - output.ce_loss, weight * output.l1_loss)
+
+
+def test_the_l1_weight_may_be_set_before_the_backward():
+    sparse, ids = sparse_model(sparsity_l1_coeff=0.5).double().train(), tokens()
+    gradients = []
+    for later in (0.5, 0.0):
+        sparse.zero_grad()
+        sparse.l1_weight = 0.5
+        loss = sparse(ids, labels=ids).loss
+        sparse.l1_weight = later
+        loss.backward()
+        gradients.append(_gradients(sparse))
+    torch.testing.assert_close(*gradients)
+
+
+def test_no_cache_is_filled_in_training():
+    sparse, ids = sparse_model().train(), tokens()
+    assert sparse(ids, labels=ids).past_key_values is None
+    assert sparse(ids, labels=ids, use_cache=True).past_key_values is not None
+    assert sparse.eval()(ids, labels=ids).past_key_values is not None
 
 
 def test_compiled_whole_and_l1_weight_without_recompiling():

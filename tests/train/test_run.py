@@ -256,3 +256,14 @@ def test_a_dense_checkpoint_becomes_sparse(corpus, tmp_path):
             tmp_path / "x",
             console=QUIET,
         )
+
+
+def test_blocks_leave_compiled_graphs_where_that_compiles_more(corpus, monkeypatch):
+    def leave(*overrides):
+        return run_module.blocks_leave_graphs(small_run(corpus, *overrides))
+
+    assert not leave()
+    assert leave("train.compile=true")
+    assert not leave("train.compile=true", "train.checkpointing=true")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
+    assert not leave("train.compile=true")

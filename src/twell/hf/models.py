@@ -84,8 +84,11 @@ class _SparseCausalLM(_SparsePreTrained):
     def l1_weight(self, weight: float) -> None:
         if not 0 <= weight < math.inf:
             reject("l1_weight", repr(weight), "a finite number >= 0")
-        # A tensor, since a compiler takes a float for a constant. Float64 keeps the value as it was given.
-        self._l1_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
+        if "_l1_weight" in self.__dict__:
+            self._l1_weight.fill_(weight)  # in place: wrappers may run a shallow copy of the model
+        else:
+            # A tensor, since a compiler takes a float for a constant; float64 keeps the value as given.
+            self._l1_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
 
     @can_return_tuple
     def forward(
@@ -110,6 +113,8 @@ class _SparseCausalLM(_SparsePreTrained):
         record_sparsity:         record statistics in eval mode without labels as well. In training mode and
                                  with labels they always are, in generation they are not.
         """
+        if use_cache is None and self.training and labels is not None:
+            use_cache = False  # nobody reads it, and compiled layers would be guarded on it one by one
         record = self.training or labels is not None or record_sparsity
         mlps = [layer.mlp for layer in self.model.layers[: self.config.num_hidden_layers]]
         for mlp in mlps:
@@ -148,7 +153,8 @@ class _SparseCausalLM(_SparsePreTrained):
         output.l0 = torch.stack([layer.l0.to(device) for layer in stats])
         output.firing = tuple(layer.firing for layer in stats)
         if labels is not None:
-            weight = self._l1_weight.to(output.l1_loss.dtype)
+            # A copy: the next step's weight may be set before this one's backward.
+            weight = self._l1_weight.to(output.l1_loss.dtype, copy=True)
             if num_items_in_batch is not None:
                 shifted = kwargs.get("shift_labels")
                 shifted = labels[..., 1:] if shifted is None else shifted

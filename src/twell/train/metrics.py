@@ -31,6 +31,8 @@ class Pace(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._since = state.global_step, perf_counter()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
 
     on_evaluate = on_save = on_train_begin
 

@@ -24,13 +24,13 @@ def build_model(
     eos_token_id: int,
     sequence_length: int,
     l1: float,
-    compiled: bool = False,
+    eager: bool = False,
 ):
     """The model, on the CPU in float32. Draws weights from torch's global generator.
 
     vocab_size:  of the tokenizer; a checkpoint's may be larger.
     l1:          the L1 weight that its config is to name.
-    compiled:    whether it will be: layers with an automatic plan then stay out of the graph.
+    eager:       whether its blocks stay out of compiled graphs.
     """
     if config.init_from is None:
         model = AutoModelForCausalLM.from_config(_config(config, vocab_size, eos_token_id, l1))
@@ -46,7 +46,7 @@ def build_model(
     layers = hf.sparse_mlps(model)
     for mlp in layers:
         mlp.plan = None if config.plan is None else Plan.parse(config.plan)
-        mlp.eager = compiled and (mlp.plan is None or mlp.plan.path == "auto")
+        mlp.eager = eager
     if layers and os.environ.get(_OPTIMISER_SHARDS, "").lower() in ("1", "true"):
         hf.set_neuron_major(model, False)  # FSDP shards contiguous parameters only
     return model.float()

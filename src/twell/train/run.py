@@ -91,15 +91,13 @@ def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> R
         eos_token_id=data.tokenizer.eos_token_id,
         sequence_length=config.data.sequence_length,
         l1=config.recipe.l1,
-        compiled=config.train.compile,
+        eager=blocks_leave_graphs(config),
     )
     if config.train.compile and config.train.checkpointing:
         # Checkpointed blocks note their statistics when they are computed again, too: nobody reads those.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
     interrupt = SaveOnInterrupt()
     progress = ProgressBar(config.tokens_per_step, console)
     metrics = MetricsFile(folder / METRICS, config.tokens_per_step)
@@ -190,6 +188,12 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         log_once(f"training on one of {arguments.n_gpu} GPUs; start it with torchrun to use more")
         arguments._n_gpu = 1
     return arguments
+
+
+def blocks_leave_graphs(config: RunConfig) -> bool:
+    """Whether blocks decide between compiled graphs. A break in a checkpoint would leave it uncompiled."""
+    whole = os.environ.get("ACCELERATE_DYNAMO_USE_FULLGRAPH", "").lower() in ("1", "true")
+    return config.train.compile and not config.train.checkpointing and not whole
 
 
 def data_config(config: RunConfig):

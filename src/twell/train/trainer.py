@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
+from .._checks import reject
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
 from .data import RunOrder
@@ -41,7 +43,9 @@ class SparseTrainer(Trainer):
         self.pace = Pace(run.tokens_per_step)
         self.add_callback(self.recipe)
         self.add_callback(self.pace)
-        _return_losses_as_computed(getattr(self.accelerator.state, "fsdp_plugin", None))
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None:
+            adapt_fsdp(plugin, run.recipe.revive_every)
 
     def train(self, resume_from_checkpoint: str | None = None, **options: Any):
         self.recipe.prepare(self.args.device)
@@ -167,11 +171,14 @@ class SparseTrainer(Trainer):
             self._save(output_dir, state_dict=state)
 
 
-def _return_losses_as_computed(fsdp_plugin: Any) -> None:
-    """accelerate lets FSDP 2 round all that a model returns to 16 bits, losses included."""
-    policy = getattr(fsdp_plugin, "mixed_precision_policy", None)
+def adapt_fsdp(plugin: FullyShardedDataParallelPlugin, revive_every: int) -> None:
+    """Before the model is sharded."""
+    if plugin.fsdp_version == 1 and revive_every:
+        reject("recipe.revive_every", revive_every, "0 under FSDP 1, which hides weights; or FSDP 2")
+    policy = plugin.mixed_precision_policy
     if getattr(policy, "output_dtype", None) is not None:
-        fsdp_plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
+        # accelerate lets FSDP 2 round all that a model returns to 16 bits, losses included.
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
