@@ -13,7 +13,7 @@ pytest.importorskip("datasets")
 from typer.testing import CliRunner
 
 from twell.cli.app import app
-from twell.evaluation import evaluate_text, load_model
+from twell.evaluation import evaluate_text, evaluate_windows, load_model
 from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM, to_stock
 from twell.train.data import DataConfig, prepare
 
@@ -89,6 +89,12 @@ class TestText:
         with pytest.raises(ValueError, match="documents: got 0 tokens"):
             evaluate_text(model, tokenizer, [])
 
+    def test_ids_of_another_vocabulary_are_refused(self, saved):
+        model, _ = load_model(str(saved[0]))
+        size = model.config.vocab_size
+        with pytest.raises(ValueError, match=rf"tokenizer: got token {size + 3}; accepted: ids below {size}"):
+            evaluate_windows(model, [[1, 2, size + 3]])
+
 
 def test_eval_command(saved, tmp_path):
     model, corpus = saved
@@ -163,6 +169,8 @@ def test_generate_command_writes_what_generate_does(saved):
 def test_bad_input(saved, tmp_path):
     for arguments, message in [
         (("eval", saved[0]), "text: got"),
+        (("eval", tmp_path / "nowhere"), "model: got"),
+        (("generate", tmp_path / "nowhere", "--prompt", "a"), "model: got"),
         (("eval", tmp_path / "nowhere", "--text", "python"), "model: got"),
         (("eval", tmp_path, "--text", "python"), "config.json"),
         (("generate", saved[0], "--prompt", "x", "--tokens", 64), "tokens: got 64; accepted: at most 63"),

@@ -184,7 +184,7 @@ def test_a_run_that_diverges_ends(corpus, tmp_path):
 def test_nothing_is_overwritten_or_mixed(whole, corpus, tmp_path):
     before = (whole / "metrics.jsonl").read_bytes()
     with pytest.raises(
-        ValueError, match=r"out: got .*; accepted: a new folder; to go on with that run: --resume"
+        ValueError, match=r"out: got .*; accepted: a new folder, .*; to go on with that run: --resume"
     ):
         train(small_run(corpus), whole, console=QUIET)
     with pytest.raises(ValueError, match=r"settings: got train.lr=0.003->0.1"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 import signal
@@ -18,6 +20,7 @@ from twell.evaluation import load_model
 from twell.train.checkpoints import fault, newest_whole
 from twell.train.folder import claimed, with_absolute_paths
 from twell.train.run import train
+from twell.train.settings import read_settings
 
 from .runs import logged, small_run, write_corpus
 from .test_run import disturbed
@@ -82,12 +85,59 @@ def test_other_files_and_other_runs_are_safe(corpus, tmp_path):
     with pytest.raises(ValueError, match=r"out: got .*; accepted: a new folder"):
         train(config, folder, console=QUIET)
     assert (folder / "config.yaml").read_text() == "# mine\n"
+    with pytest.raises(ValueError, match=r"out: got .*; accepted: a new folder, or an empty one$"):
+        train(config, corpus, console=QUIET)  # a folder of something else
     free = tmp_path / "free"
     with (
         claimed(config, free, resume=False, first=True),
         pytest.raises(ValueError, match="a folder that no other run is using"),
     ):
         train(config, free, console=QUIET)
+
+
+def test_a_run_that_failed_before_its_first_step_may_start_anew(corpus, tmp_path):
+    folder = tmp_path / "run"
+    wrongs = {
+        "data.source=nowhere.txt": "data.source: got",
+        "train.report=nobody": "nobody",
+        "data.tokenizer=./nowhere": "data.tokenizer: got",
+    }
+    for wrong, message in wrongs.items():
+        with pytest.raises(ValueError, match=message):
+            train(small_run(corpus, "train.steps=2", wrong), folder, console=QUIET)
+    out = io.StringIO()
+    assert train(small_run(corpus, "train.steps=2"), folder, console=Console(file=out, width=40)).finished
+    assert out.getvalue().startswith(f"{corpus}: ")
+    progress = [line for line in out.getvalue().splitlines() if line.startswith("step 1/2")]
+    assert len(progress) == 1
+    assert progress[0].endswith("s left")  # not cut at the width
+    data = json.loads((folder / "data.json").read_text())
+    assert data["source"] == str(corpus)
+    assert data["train_tokens"] > 1000
+
+
+def test_a_checkpoint_decides_sizes(corpus, tmp_path):
+    config = small_run(corpus, "train.steps=1", "model.activation=silu", "model.positions=48")
+    train(config, tmp_path / "dense", console=QUIET)
+    start = f"model.init_from={tmp_path / 'dense'}"  # the run's folder stands for its model
+    with pytest.raises(ValueError, match=r"model.hidden_size: got 64; accepted: 32, as .*model has it"):
+        train(small_run(corpus, start, "model.hidden_size=64"), tmp_path / "other", console=QUIET)
+    config = small_run(corpus, start, "train.steps=1", "model.positions=2048", "model.layers=4")  # defaults
+    train(config, tmp_path / "sparse", console=QUIET)
+    resolved = read_settings(tmp_path / "sparse" / "config.yaml")
+    assert resolved["model"]["positions"] == 48
+    assert resolved["model"]["layers"] == 2
+    assert resolved["data"]["tokenizer"] == str(tmp_path / "dense" / "model")
+    stored = json.loads((tmp_path / "sparse" / "model" / "config.json").read_text())
+    assert stored["num_hidden_layers"] == 2
+    assert stored["use_cache"] is True
+
+
+def test_a_ramp_that_does_not_end_is_said(corpus, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    train(small_run(corpus, "train.steps=3"), tmp_path / "run", console=QUIET)
+    said = [record.message for record in caplog.records if record.name == "twell"]
+    assert said == ["twell: recipe.l1_end = 4 lies beyond the 3 steps of the run"]
 
 
 def test_logs_are_the_same_when_a_save_falls_between_them(corpus, tmp_path, monkeypatch):

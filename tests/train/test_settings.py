@@ -13,7 +13,9 @@ from twell.train.settings import read_settings, run_config, to_yaml, with_overri
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_survives_yaml(name, tmp_path):
-    config = run_config(with_overrides(preset(name), ["model.init_from=x"] if name == "relufy" else []))
+    config = run_config(
+        with_overrides(preset(name), ["model.init_from=x", "data.source=y"] if name == "relufy" else [])
+    )
     assert config.preset == name
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     assert run_config(read_settings(tmp_path / "run.yaml")) == config
@@ -80,7 +82,18 @@ def test_unknown_preset_suggests_the_nearest():
 
 def test_relufy_needs_a_checkpoint():
     with pytest.raises(ValueError, match=r"model.init_from: got None; accepted: the dense checkpoint"):
-        run_config(preset("relufy"))
+        run_config(with_overrides(preset("relufy"), ["data.source=text"]))
+
+
+def test_relufy_needs_text():
+    with pytest.raises(ValueError, match=r"data.source: got ''"):
+        run_config(with_overrides(preset("relufy"), ["model.init_from=x"]))
+
+
+def test_one_name_will_do_for_a_list():
+    config = run_config(with_overrides(preset("tiny"), ["train.report=tensorboard", "data.source=text"]))
+    assert config.train.report == ("tensorboard",)
+    assert config.data.source == "text"
 
 
 def test_unknown_names_in_a_file(tmp_path):

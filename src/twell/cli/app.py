@@ -84,7 +84,7 @@ def train(
     ] = None,
     preset: Annotated[str | None, Option(help="tiny, small, paper-0.5b, paper-1b, ..., relufy.")] = None,
     config: Annotated[Path | None, Option(help="A YAML file of settings.")] = None,
-    out: Annotated[Path | None, Option(help="The run's folder, new; runs/PRESET without.")] = None,
+    out: Annotated[Path | None, Option(help="The run's folder, new or empty; runs/PRESET without.")] = None,
     resume: Annotated[Path | None, Option(help="Go on with the run in this folder.")] = None,
 ) -> None:
     """Train a sparse language model; alone, or under torchrun or `accelerate launch`."""
@@ -101,7 +101,9 @@ def evaluate(
     ] = None,
     tasks: Annotated[list[str] | None, Option(help="lm-eval tasks; 'paper' for the paper's seven.")] = None,
     include: Annotated[Path | None, Option(help="Folder of lm-eval tasks of your own.")] = None,
-    sequence_length: Annotated[int | None, Option(min=2, help="Tokens of a window.")] = None,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens of a window of --text; the model's positions, at most 1024.")
+    ] = None,
     batch: Annotated[int, Option(min=1, help="Windows at a time.")] = 8,
     max_tokens: Annotated[int | None, Option(min=2, help="Stop after so many tokens of text.")] = None,
     limit: Annotated[int | None, Option(min=1, help="Examples per task.")] = None,

@@ -27,13 +27,16 @@ def run_eval(
     dtype: str,
     out: Path | None,
 ) -> None:
-    from ..evaluation import evaluate_text, evaluate_windows, load_model
-    from ..evaluation.tasks import evaluate_tasks
+    from ..train.checkpoints import find_model
     from ..train.data import DataConfig
-    from ..train.data.sources import documents
 
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
+    find_model(model)
+    from ..evaluation import evaluate_text, evaluate_windows, load_model  # seconds, with transformers
+    from ..evaluation.tasks import evaluate_tasks
+    from ..train.data.sources import documents
+
     held_out = _held_out_of(model) if not text and not tasks else None
     if held_out is None and not text and not tasks:
         reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or the folder of a run")
@@ -86,13 +89,12 @@ def _held_out_of(folder: str) -> Iterator[list[int]] | None:
     """The windows that a run has held out; None if `folder` is no run, or holds none out."""
     from ..train.data import prepare
     from ..train.folder import CONFIG
-    from ..train.run import data_config
     from ..train.settings import read_settings, run_config
 
     path = Path(folder) / CONFIG
     if not path.is_file():
         return None
-    dataset = prepare(data_config(run_config(read_settings(path)))).held_out
+    dataset = prepare(run_config(read_settings(path)).data).held_out
     if dataset is None:
         return None
     return (dataset[place]["input_ids"].tolist() for place in range(len(dataset)))

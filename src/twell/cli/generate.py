@@ -19,17 +19,22 @@ def run_generate(
     seed: int,
     dtype: str,
 ) -> None:
-    import torch
+    from ..train.checkpoints import find_model
+
+    find_model(model)
+    import torch  # these take seconds
     from transformers import TextStreamer
 
     from .. import recorded_paths
     from ..evaluation import load_model
+    from ..evaluation.text import check_ids
 
     loaded, tokenizer = load_model(model, dtype=dtype)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(loaded.device)
     length = inputs.input_ids.shape[1]
     if not length:
         reject("prompt", repr(prompt), "text of at least one token")
+    check_ids(inputs.input_ids, loaded)
     positions = loaded.config.max_position_embeddings
     if tokens is None:
         tokens = min(64, positions - length)

@@ -52,6 +52,14 @@ def run_train(
     table = Table("", "", show_header=False)
     for name, value in result.summary.items():
         if value is not None:
-            table.add_row(name, f"{value:,.4g}" if isinstance(value, float) else f"{value:,}")
+            table.add_row(name, _shown(name, value))
     console.print(table)
     console.print(f"model: {folder / 'model'}", highlight=False)
+
+
+def _shown(name: str, value: float) -> str:
+    if name == "dead":
+        return f"{value:.1%}"
+    if isinstance(value, int) or value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .._checks import is_local, reject
-from ..train.checkpoints import newest_whole
+from .._checks import reject
+from ..train.checkpoints import find_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def _model_folder(folder: Path) -> Path:
-    """The model of a run, or its newest whole checkpoint while there is none yet; else the folder itself."""
-    if (folder / "model" / "config.json").is_file():
-        return folder / "model"
-    if (folder / "config.json").is_file() or not folder.is_dir():
-        return folder
-    return newest_whole(folder) or folder
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
@@ -36,15 +26,10 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
     import twell.hf  # noqa: F401 - registers the sparse models
 
     transformers_logging.disable_progress_bar()  # one bar per tensor
-    folder = _model_folder(Path(path).expanduser())
-    if not folder.exists() and is_local(path):
-        reject("model", repr(path), "a folder with a model, a run's folder, or a name on the Hub")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        reject("model", repr(path), "a folder with a config.json, or that of a run with a checkpoint")
+    source = find_model(path)
     if dtype != "auto" and dtype not in DTYPES:
         reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = DTYPES.get(dtype, torch.float32 if place == "cpu" else "auto")
-    source = str(folder) if folder.exists() else path
     model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
     return model, AutoTokenizer.from_pretrained(source)

@@ -70,12 +70,20 @@ def evaluate_windows(
     require_positive_int("batch", batch)
     sums = _Sums(sparse_mlps(model), next(model.parameters()).device)
     for tokens in _batches(windows, batch):
+        check_ids(tokens, model)
         _add(model, tokens.to(sums.device), sums)
         if progress is not None:
             progress(tokens.numel())
     if not sums.predicted:
         reject("documents", f"{sums.tokens} tokens", "at least 2 tokens of text")
     return sums.result()
+
+
+def check_ids(ids: Tensor, model: torch.nn.Module) -> None:
+    """A tokenizer of another model may give ids that this one has no embedding for."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if ids.max() >= vocabulary:
+        reject("tokenizer", f"token {ids.max()}", f"ids below {vocabulary}, the vocabulary of the model")
 
 
 def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:

@@ -10,9 +10,32 @@ import re
 import shutil
 from pathlib import Path
 
+from .._checks import is_local, reject
+
 MANIFEST = "manifest.json"
+MODEL = "model"
+_CONFIG = "config.json"
 _FOLDER = re.compile(r"^checkpoint-(\d+)$")
 _log = logging.getLogger("twell")
+
+
+def find_model(name: str, argument: str = "model") -> str:
+    """The folder of a model: its own, or in that of a run its last (while there is none, its newest whole
+    checkpoint). What is no folder and looks like a name on the Hub is left as it is.
+
+    argument:  how to call it where it is refused.
+    """
+    folder = Path(name).expanduser()
+    if not folder.exists():
+        if is_local(name):
+            reject(argument, repr(name), "a folder with a model, a run's folder, or a name on the Hub")
+        return name
+    if (folder / MODEL / _CONFIG).is_file():
+        return str(folder / MODEL)
+    found = folder if (folder / _CONFIG).is_file() else newest_whole(folder)
+    if found is None or not (found / _CONFIG).is_file():
+        reject(argument, repr(name), f"a folder with a {_CONFIG}, or that of a run with a checkpoint")
+    return str(found)
 
 
 def write_manifest(folder: Path) -> None:

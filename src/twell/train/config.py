@@ -41,8 +41,8 @@ class ModelConfig:
 
     activation:    of the feed-forward blocks: "relu", "relu2", "fatrelu(THRESHOLD)"; "silu" and "gelu" give a
                    stock dense model, to compare with.
-    init_from:     a checkpoint to start from: one of ours, or a dense Llama or Qwen2, whose activation is
-                   then swapped. Sizes and vocabulary come from it.
+    init_from:     what to start from: a run's folder, a model's, or a name on the Hub; one of ours, or a
+                   dense Llama or Qwen2, whose activation is then swapped. It brings sizes and vocabulary.
     plan:          a `twell.Plan` spec for every layer ("dense", "block", ...); None lets layers decide.
     """
 
@@ -69,6 +69,14 @@ class ModelConfig:
         _positive("model", self, "rms_norm_eps", "initializer_range")
         if self.plan is not None:
             Plan.parse(self.plan)
+        if self.init_from is None:
+            self._check_heads()
+        if not self.dense:
+            Activation.parse(self.activation)
+        elif not self.gated:
+            reject("model.gated", False, f"true with activation {self.activation!r}: stock models are gated")
+
+    def _check_heads(self) -> None:
         if self.hidden_size % self.heads:
             reject("model.heads", self.heads, f"a divisor of hidden_size = {self.hidden_size}")
         if self.hidden_size // self.heads % 2:
@@ -77,10 +85,6 @@ class ModelConfig:
             )
         if self.kv_heads is not None and self.heads % self.kv_heads:
             reject("model.kv_heads", self.kv_heads, f"a divisor of heads = {self.heads}")
-        if not self.dense:
-            Activation.parse(self.activation)
-        elif not self.gated:
-            reject("model.gated", False, f"true with activation {self.activation!r}: stock models are gated")
 
     @property
     def dense(self) -> bool:

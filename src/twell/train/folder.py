@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from .._checks import reject
-from .checkpoints import checkpoints
 from .config import RunConfig
+from .data import Prepared
 from .settings import read_settings, run_config, to_yaml
 
 try:
@@ -20,7 +20,7 @@ try:
 except ImportError:  # Windows: nothing keeps a second run out
     fcntl = None
 
-CONFIG, METRICS, SUMMARY, MODEL, DATA = "config.yaml", "metrics.jsonl", "summary.json", "model", "data.json"
+CONFIG, METRICS, SUMMARY, DATA = "config.yaml", "metrics.jsonl", "summary.json", "data.json"
 _LOCK = ".lock"
 
 # Settings that do not change what is computed, and may therefore differ when a run is resumed.
@@ -42,31 +42,34 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
+    ours = (folder / _LOCK).exists()
     with (folder / _LOCK).open("a") as lock:
-        _take(lock, folder)
+        _take(lock, folder, "resume" if resume else "out")
         if resume:
             _check_settings(config, folder)
         else:
-            _start(config, folder)
+            _start(config, folder, ours)
         yield
 
 
-def _take(lock: IO[str], folder: Path) -> None:
+def _take(lock: IO[str], folder: Path, argument: str) -> None:
     if fcntl is None:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        reject("out", str(folder), "a folder that no other run is using right now")
+        reject(argument, str(folder), "a folder that no other run is using right now")
 
 
-def _start(config: RunConfig, folder: Path) -> None:
-    path, text = folder / CONFIG, to_yaml(config)
-    taken = any((folder / name).exists() for name in (METRICS, MODEL)) or checkpoints(folder)
-    # The same config alone is what a run leaves that failed before its first step.
-    if taken or (path.exists() and path.read_text() != text):
-        reject("out", str(folder), "a new folder; to go on with that run: --resume")
-    path.write_text(text)
+def _start(config: RunConfig, folder: Path, ours: bool) -> None:
+    """ours: whether a run was here before."""
+    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+    # What a run leaves that failed before its first step may be written over.
+    if names - {CONFIG, DATA} or (names and not ours):
+        again = "; to go on with that run: --resume" if ours and CONFIG in names else ""
+        reject("out", str(folder), f"a new folder, or an empty one{again}")
+    (folder / DATA).unlink(missing_ok=True)
+    (folder / CONFIG).write_text(to_yaml(config))
 
 
 def _check_settings(config: RunConfig, folder: Path) -> None:
@@ -86,22 +89,29 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
     return found
 
 
-def check_data(folder: Path, tokens: Path, *, resume: bool, first: bool) -> None:
+def check_data(folder: Path, data: Prepared, source: Any, *, resume: bool, first: bool) -> None:
     """A run that goes on must find the tokens and the tokenizer that it began with.
 
-    tokens:  the folder of prepared data.
+    source:  what the settings call it, for the reader.
     """
     path = folder / DATA
-    now = {"identity": _identity(tokens)}
+    now = {
+        "source": source,
+        "train_tokens": data.train_tokens,
+        "held_out_tokens": data.held_out_tokens,
+        "train_documents": data.train_documents,
+        "held_out_documents": data.held_out_documents,
+        "identity": _identity(data.folder),
+    }
     if resume and path.exists():
-        if json.loads(path.read_text()) != now:
+        if json.loads(path.read_text())["identity"] != now["identity"]:
             reject(
                 "data.source",
                 "other text or another tokenizer than the run began with",
                 "the same: files, their contents and the tokenizer must not change",
             )
     elif first:
-        path.write_text(json.dumps(now) + "\n")
+        path.write_text(json.dumps(now, indent=1) + "\n")
 
 
 def _identity(tokens: Path) -> str:

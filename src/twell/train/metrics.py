@@ -50,8 +50,10 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if state.is_world_process_zero:
             line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
+            line |= logs or {}
+            line.pop("epoch", None)  # transformers counts the run as one
             with self.path.open("a") as out:
-                out.write(json.dumps(line | (logs or {})) + "\n")
+                out.write(json.dumps(line) + "\n")
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from .. import hf
-from .._checks import is_local, reject
+from .._checks import reject
 from ..plan import Plan
-from .config import ModelConfig
+from .checkpoints import find_model
+from .config import ModelConfig, RunConfig
 
 _SPARSE = {"llama": hf.SparseLlamaConfig, "qwen2": hf.SparseQwen2Config}
 _DENSE = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+_STORED = {
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "positions": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "initializer_range": "initializer_range",
+}
 _OPTIMISER_SHARDS = "ACCELERATE_USE_FSDP"
 
 
@@ -78,10 +90,22 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
     )
 
 
-def check_checkpoint(path: str) -> None:
-    """Before anything else is done: `path` must be a folder, or look like a name on the Hub."""
-    if is_local(path) and not Path(path).is_dir():
-        reject("model.init_from", repr(path), "a folder with a checkpoint, or the name of one on the Hub")
+def with_checkpoint(config: RunConfig) -> RunConfig:
+    """`config` with what its checkpoint decides: sizes, and the tokenizer unless another is named."""
+    path = find_model(config.model.init_from, "model.init_from")
+    stored, default = AutoConfig.from_pretrained(path), ModelConfig()
+    found = {}
+    for name, theirs in _STORED.items():
+        value = found[name] = getattr(stored, theirs, getattr(default, name))
+        asked = getattr(config.model, name)
+        if asked not in (value, getattr(default, name)):
+            reject(f"model.{name}", asked, f"{value}, as {path} has it")
+    data = config.data
+    if data.tokenizer == "train" and data.prepared is None:
+        data = dataclasses.replace(data, tokenizer=path)
+    return dataclasses.replace(
+        config, data=data, model=dataclasses.replace(config.model, init_from=path, **found)
+    )
 
 
 def _from_checkpoint(config: ModelConfig, vocab_size: int, l1: float) -> PreTrainedModel:

@@ -104,10 +104,10 @@ def _paper(layers: int, steps: int) -> Settings:
 def relufy() -> Settings:
     """A dense (SiLU) checkpoint becomes sparse: its activation is swapped, training goes on, L1 rises.
 
-    Needs model.init_from.
+    Needs model.init_from and data.source: text of the kind that the checkpoint was trained on.
     """
     return {
-        "data": {"sequence_length": 512},
+        "data": {"source": "", "sequence_length": 512},
         "recipe": {"l1": 2e-5, "l1_start": 200, "l1_end": 1000},
         "train": {
             "steps": 2000,

@@ -10,7 +10,6 @@ summary.json    what came out
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
@@ -28,13 +27,13 @@ from transformers.utils import logging as transformers_logging
 
 from .._checks import reject
 from .._log import log_once
-from .checkpoints import newest_whole, set_aside_after, step_of
+from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
-from .folder import METRICS, MODEL, SUMMARY, check_data, claimed, with_absolute_paths
+from .folder import METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .interrupt import SaveOnInterrupt
 from .metrics import MetricsFile, read_metrics
-from .model import build_model, check_checkpoint
+from .model import build_model, with_checkpoint
 from .processes import is_first
 from .progress import ProgressBar
 from .trainer import SparseTrainer, is_disk_full
@@ -59,7 +58,7 @@ def train(
     console = console or Console()
     config = with_absolute_paths(config)
     if config.model.init_from is not None:
-        check_checkpoint(config.model.init_from)
+        config = with_checkpoint(config)
     with claimed(config, folder, resume=resume, first=is_first()):
         if resume and (stored := _finished(config, folder)) is not None:
             return RunResult(folder=folder, finished=True, summary=stored)
@@ -78,12 +77,13 @@ def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
 def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> RunResult:
     first = is_first()
     arguments = training_arguments(config, folder)
-    data = prepare(data_config(config), quiet=not first)
-    check_data(folder, data.folder, resume=resume, first=first)
+    data = prepare(config.data, quiet=not first)
+    check_data(folder, data, config.data.source, resume=resume, first=first)
     if data.held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO  # `prepare` has said why
     if first:
         _warn(config)
+        _introduce(config, data, console)
     torch.manual_seed(config.train.seed)
     model = build_model(
         config.model,
@@ -196,22 +196,28 @@ def blocks_leave_graphs(config: RunConfig) -> bool:
     return config.train.compile and not config.train.checkpointing and not whole
 
 
-def data_config(config: RunConfig):
-    """A checkpoint that is trained further brings its tokenizer."""
-    if config.model.init_from is not None and config.data.tokenizer == "train":
-        return dataclasses.replace(config.data, tokenizer=config.model.init_from)
-    return config.data
+def _introduce(config: RunConfig, data: Prepared, console: Console) -> None:
+    """What is about to happen, in one line."""
+    source = ", ".join(config.data.sources)
+    held_out = f"{data.held_out_tokens:,} held out" if data.held_out is not None else "none held out"
+    console.print(
+        f"{source}: {data.train_tokens:,} tokens, {held_out}; {config.train.steps:,} steps of "
+        f"{config.tokens_per_step:,} tokens",
+        highlight=False,
+        soft_wrap=True,
+    )
 
 
 def _warn(config: RunConfig) -> None:
     """Of settings that are allowed and probably not meant."""
-    steps = config.train.steps
-    beyond = {
-        "train.warmup": config.train.warmup,
-        "recipe.l1_start": config.recipe.l1_start if config.recipe.l1 and not config.model.dense else 0,
-    }
-    for name, step in beyond.items():
-        if step >= steps:
+    steps, recipe = config.train.steps, config.recipe
+    if config.model.dense and recipe.l1:
+        log_once(f"model.activation = {config.model.activation!r} has no zeros: a stock model, without L1")
+    ends = [("train.warmup", config.train.warmup, steps - 1)]
+    if recipe.l1 and not config.model.dense:
+        ends += [("recipe.l1_start", recipe.l1_start, steps - 1), ("recipe.l1_end", recipe.l1_end, steps)]
+    for name, step, last in ends:
+        if step > last:
             log_once(f"{name} = {step} lies beyond the {steps} steps of the run")
 
 

@@ -60,7 +60,9 @@ def _as(kind: Any, value: Any) -> Any:
     """None if it does not fit."""
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
-        if isinstance(value, str) or not isinstance(value, Sequence):
+        if isinstance(value, str):
+            value = [value]
+        if not isinstance(value, Sequence):
             return None
         items = tuple(_as(inner, item) for item in value)
         return None if None in items else items

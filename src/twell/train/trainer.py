@@ -14,7 +14,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import Trainer, default_data_collator
+from transformers import PreTrainedModel, Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from .._checks import reject
@@ -36,8 +36,9 @@ class SparseTrainer(Trainer):
     the recipe's state and a manifest.
     """
 
-    def __init__(self, *arguments: Any, run: RunConfig, **options: Any) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, model: PreTrainedModel, *arguments: Any, run: RunConfig, **options: Any) -> None:
+        self._stored_use_cache = model.config.use_cache
+        super().__init__(model, *arguments, **options)
         self.run_config = run
         self.recipe = Recipe(run, self.model)
         self.pace = Pace(run.tokens_per_step)
@@ -169,6 +170,15 @@ class SparseTrainer(Trainer):
         state = self.accelerator.get_state_dict(self.model)  # from every process
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
+
+    def _save(self, *arguments: Any, **options: Any) -> None:
+        """With the config that the model came with: transformers turns its cache off for training."""
+        config = self.recipe.model.config
+        now, config.use_cache = config.use_cache, self._stored_use_cache
+        try:
+            super()._save(*arguments, **options)
+        finally:
+            config.use_cache = now
 
 
 def adapt_fsdp(plugin: FullyShardedDataParallelPlugin, revive_every: int) -> None:
