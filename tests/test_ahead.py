@@ -49,6 +49,19 @@ def test_as_many_as_were_granted_and_the_backend_hears_of_them(asked):
     assert asked.settled == [2, 2]
 
 
+@pytest.mark.parametrize("plan", [Plan(path="dense"), None], ids=["dense", "auto"])
+@pytest.mark.parametrize("rows", [(), (3,), (2, 3), (0, 3)])
+def test_what_was_resolved_to_dense_is_not_resolved_again(monkeypatch, plan, rows):
+    """Blocks as small as this one are never worth a sparse path."""
+    monkeypatch.setattr(_ahead, "_grants", {})
+    operands = block(rows=rows)
+    first = ffn(*operands, plan=plan)
+    monkeypatch.setattr(functional, "_dispatch", None)
+    again = ffn(*operands, plan=plan)
+    assert again.shape == operands[0].shape
+    assert torch.equal(first, again)
+
+
 def test_shapes_have_grants_of_their_own(asked):
     x, up, down, gate = block(rows=(6,))
     for _ in range(3):

@@ -114,6 +114,9 @@ def granted_dense(tensors: Tensors, activation: str | Activation, plan: Plan | N
     grant.left -= 1
     if grant.left <= 0:
         _end(key)
+    if x.dim() > 1 and not grant.training and x.is_contiguous():
+        # As it is: flattening x and shaping y would take as long as a product with few tokens.
+        return dense_forward(FfnArgs(x, *tensors[1:], grant.activation), record=False).y
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     y = dense_forward(FfnArgs(flat, *tensors[1:], grant.activation), record=False).y
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))

@@ -194,6 +194,8 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _skip(path: str, backend: str, args: FfnArgs, training: bool) -> Skip:
     """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
+    if backend == "dense":
+        return _RESOLVED
     if path != "auto":
         return RUN
     kernels = get_backend(backend)
@@ -203,6 +205,9 @@ def _skip(path: str, backend: str, args: FfnArgs, training: bool) -> Skip:
 
 
 _DENSE = Skip(dense=True)
+
+# What was resolved to dense stays so as long as a grant holds; now and then everything is checked again.
+_RESOLVED = Skip(True, 255, lambda calls: None)
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -14,7 +14,10 @@ _FEW_TOKENS = 16  # more are faster through one copy of the weights (7 ms at H 4
 
 
 def dense_forward(args: FfnArgs, record: bool) -> FfnOutput:
-    """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable)."""
+    """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable).
+
+    Without `record`, x may be [..., D].
+    """
     note_path("dense", args.x, args.up.shape[0])
     activated, hidden = _hidden(args)
     y = _project_down(hidden, args.down, args.down_bias)
@@ -81,7 +84,8 @@ def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
     """`linear`, but for weights that a CPU's matrix product reads badly: summed by rows or copied."""
     if torch.compiler.is_compiling() or not reads_badly(down):
         return linear(hidden, down, bias)
-    if hidden.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and not torch.is_grad_enabled():
-        y = sum_all_rows(hidden, down)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    if flat.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and not torch.is_grad_enabled():
+        y = sum_all_rows(flat, down).view(*hidden.shape[:-1], down.shape[0])
         return y if bias is None else y + bias
     return linear(hidden, down.contiguous(), bias)
