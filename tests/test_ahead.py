@@ -11,6 +11,8 @@ from twell import Backend, Plan, SparseMLP, _ahead, ffn, ffn_with_stats, functio
 from twell.kernels.args import Skip
 from twell.kernels.dense import dense_forward
 
+DENSE = ("dense", 0, "dense")  # a resolution
+
 
 class Asked:
     """Imitates a GPU backend on the CPU: leaves each call and the next two to dense, and remembers."""
@@ -241,3 +243,24 @@ def test_a_grant_does_not_outlive_a_change_of_hooks(asked):
         with torch.autograd.graph.save_on_cpu():
             ffn(*operands)
         assert asked.calls == 2
+
+
+def test_other_devices_layouts_and_threads_are_asked_about(monkeypatch):
+    monkeypatch.setattr(_ahead, "_grants", {})
+    x, up, down, gate = block(rows=(3,))
+    ffn(x, up, down, gate)
+    with pytest.raises(ValueError, match=r"down: got device meta"):
+        ffn(x, up, down.to("meta"), gate)
+    ffn(x, up, down, gate)
+    with pytest.raises(ValueError, match=r"down: got layout"):
+        ffn(x, up, down.to_sparse_csr(), gate)
+    ffn(x, up, down, gate)
+    threads = torch.get_num_threads()
+    resolved = []
+    monkeypatch.setattr(functional, "_resolve_constant", lambda *call: resolved.append(call) or DENSE)
+    try:
+        torch.set_num_threads(threads + 1)
+        ffn(x, up, down, gate)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(resolved) == 1

@@ -324,10 +324,12 @@ def test_bad_input_names_argument_value_and_accepted(arguments, message):
 
 
 @pytest.mark.parametrize("plan", [None, Plan(path="row")])
-def test_traced_by_jit(plan):
+@pytest.mark.parametrize("leading", [(5,), (2, 5)])
+def test_traced_by_jit(plan, leading):
     mlp = SparseMLP(32, 96, plan=plan).requires_grad_(False)
-    x = torch.randn(5, 32)
+    x = torch.randn(*leading, 32)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         traced = torch.jit.trace(mlp, (x,))
-    torch.testing.assert_close(traced(x), mlp(x))
+    for other in (x, torch.randn(*x.shape[:-2], 7, 32)):
+        torch.testing.assert_close(traced(other), mlp(other))

@@ -6,17 +6,15 @@ call that was asked about computed, with the same operations on operands of the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .activations import Activation
-from .backends import registry_version
 from .kernels.args import FfnArgs
 from .kernels.dense import dense_forward
-from .plan import ENVIRONMENT_VARIABLE, Plan
+from .plan import Plan, resolution_state
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
@@ -29,7 +27,6 @@ class _Grant:
     __slots__ = (
         "activation",
         "calls",
-        "device",
         "hooked",
         "kind",
         "left",
@@ -49,25 +46,23 @@ class _Grant:
         calls: int,
         settle: Callable[[int], None],
     ) -> None:
-        self.kind, self.place, self.device = _kind(tensors), tensors[1].data_ptr(), tensors[0].device
+        self.kind, self.place = _kind(tensors), tensors[1].data_ptr()
         self.activation, self.spec, self.plan = activation, activation.spec, plan
         self.calls = self.left = calls
         self.settle = settle
-        self.state = _state()
+        self.state = resolution_state()
         self.training, self.hooked = _training(tensors), saving_is_watched()
 
     def holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
         x = tensors[0]
         return (
             type(x) is Tensor
-            and x.layout == torch.strided
             and not torch._C._are_functorch_transforms_active()  # wrapped tensors have no address
             and plan is self.plan
             and (activation is self.activation or activation == self.spec or activation == self.activation)
-            and x.device == self.device
             and _kind(tensors) == self.kind
             and tensors[1].data_ptr() == self.place
-            and _state() == self.state
+            and resolution_state() == self.state
             # Recorded for a backward, a block follows other rules.
             and _training(tensors) == self.training
             and saving_is_watched() == self.hooked
@@ -129,10 +124,10 @@ def _end(key: tuple[int, torch.Size]) -> None:
 
 
 def _kind(tensors: Tensors) -> list:
-    """Shapes and types in turn: what makes the call as valid as the one that was checked."""
+    """Of every operand in turn, what makes the call as valid as the one that was checked."""
     kind = []
     for tensor in tensors:
-        kind += (None,) if tensor is None else (tensor.shape, tensor.dtype)
+        kind += (None,) if tensor is None else (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
     return kind
 
 
@@ -143,7 +138,3 @@ def saving_is_watched() -> bool:
 
 def _training(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _state() -> tuple[str | None, int]:
-    return os.environ.get(ENVIRONMENT_VARIABLE), registry_version()

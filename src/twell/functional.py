@@ -218,6 +218,8 @@ def _shaped(output: FfnOutput, x: Tensor, down: Tensor) -> FfnOutput:
     """`output` with x's leading dimensions."""
     if x.dim() == 2:
         return output
+    if torch.jit.is_tracing():  # for other leading sizes, too
+        return output._replace(y=output.y.reshape(*x.shape[:-1], down.shape[0]))
     # As `linear` does it: an output that autograd takes for a view would lose hooks to in-place operations.
     return output._replace(y=torch.ops.aten._unsafe_view(output.y, (*x.shape[:-1], down.shape[0])))
 

@@ -315,6 +315,13 @@ def test_the_l1_weight_reaches_shallow_copies():
         torch.testing.assert_close(output.loss - output.ce_loss, weight * output.l1_loss)
 
 
+def test_the_l1_weight_of_a_model_from_inference_mode():
+    with torch.inference_mode():
+        sparse = sparse_model()
+    sparse.l1_weight = 0.25
+    assert sparse.l1_weight == 0.25
+
+
 def test_the_l1_weight_may_be_set_before_the_backward():
     sparse, ids = sparse_model(sparsity_l1_coeff=0.5).double().train(), tokens()
     gradients = []

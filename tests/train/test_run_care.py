@@ -16,11 +16,12 @@ pytest.importorskip("datasets")
 from rich.console import Console
 from safetensors.torch import load_file
 
+from twell.cli.train import run_train
 from twell.evaluation import load_model
 from twell.train.checkpoints import fault, newest_whole
 from twell.train.folder import claimed, with_absolute_paths
 from twell.train.run import train
-from twell.train.settings import read_settings
+from twell.train.settings import read_settings, run_config
 
 from .runs import logged, small_run, write_corpus
 from .test_run import disturbed
@@ -73,17 +74,22 @@ def test_rotation_counts_whole_checkpoints_only(stopped):
 def test_a_finished_run_is_left_alone(stopped):
     config, folder = stopped
     summary = train(config, folder, resume=True, console=QUIET).summary
-    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"}
+
+    def times():
+        return {p: p.stat().st_mtime_ns for p in folder.rglob("[!.]*") if p.is_file()}
+
+    before = times()
     assert train(config, folder, resume=True, console=QUIET).summary == summary
-    assert {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file() and p.name != ".lock"} == before
+    assert times() == before
 
 
 def test_other_files_and_other_runs_are_safe(corpus, tmp_path):
     config, folder = small_run(corpus, "train.steps=2"), tmp_path / "own"
     folder.mkdir()
     (folder / "config.yaml").write_text("# mine\n")
-    with pytest.raises(ValueError, match=r"out: got .*; accepted: a new folder"):
-        train(config, folder, console=QUIET)
+    for _ in range(2):  # refusing must not make it ours
+        with pytest.raises(ValueError, match=r"out: got .*; accepted: a new folder"):
+            train(config, folder, console=QUIET)
     assert (folder / "config.yaml").read_text() == "# mine\n"
     with pytest.raises(ValueError, match=r"out: got .*; accepted: a new folder, or an empty one$"):
         train(config, corpus, console=QUIET)  # a folder of something else
@@ -131,6 +137,28 @@ def test_a_checkpoint_decides_sizes(corpus, tmp_path):
     stored = json.loads((tmp_path / "sparse" / "model" / "config.json").read_text())
     assert stored["num_hidden_layers"] == 2
     assert stored["use_cache"] is True
+
+
+def test_a_run_that_is_not_through_is_no_checkpoint_to_start_from(stopped, corpus, tmp_path):
+    _, folder = stopped
+    config = small_run(corpus, f"model.init_from={folder}")
+    with pytest.raises(ValueError, match=r"init_from: got .*; accepted: a run that is through, or a check"):
+        train(config, tmp_path / "other", console=QUIET)
+
+
+def test_sizes_of_a_preset_yield_to_a_checkpoint(corpus, tmp_path):
+    train(small_run(corpus, "train.steps=1"), tmp_path / "run", console=QUIET)
+    moved = tmp_path / "e[" / "b]"  # what rich would take for markup
+    moved.parent.mkdir()
+    corpus.rename(moved)
+    overrides = [f"model.init_from={tmp_path / 'run'}", f"data.source={json.dumps(str(moved))}"]
+    overrides += ["data.sequence_length=32", "train.steps=1", "data.vocab_size=384"]
+    run_train(overrides=overrides, preset="tiny", config=None, out=tmp_path / "longer", resume=None)
+    resolved = read_settings(tmp_path / "longer" / "config.yaml")
+    assert resolved["model"]["hidden_size"] == 32
+    (tmp_path / "run").rename(tmp_path / "gone")
+    finished = train(run_config(resolved), tmp_path / "longer", resume=True, console=QUIET)
+    assert finished.summary["steps"] == 1
 
 
 def test_a_ramp_that_does_not_end_is_said(corpus, tmp_path, caplog, monkeypatch):

@@ -21,6 +21,7 @@ def run_train(
 ) -> None:
     from ..train.folder import CONFIG
     from ..train.presets import preset as preset_settings
+    from ..train.presets import without_sizes
     from ..train.processes import is_first
     from ..train.settings import read_settings, run_config, with_overrides
 
@@ -37,6 +38,8 @@ def run_train(
             received = "nothing" if preset is None else "both --preset and --config"
             reject("settings", received, "one of --preset NAME, --config FILE.yaml and --resume FOLDER")
         settings = preset_settings(preset) if config is None else read_settings(config)
+        if preset is not None and any(o.removeprefix("model.").startswith("init_from=") for o in overrides):
+            settings = without_sizes(settings)
         folder = out or Path("runs") / (preset or config.stem)
     settings = run_config(with_overrides(settings, overrides))
     from ..train.run import train  # once settings are valid: transformers takes seconds to import
@@ -45,16 +48,17 @@ def run_train(
     result = train(settings, folder, resume=resume is not None, console=console)
     if not is_first():
         return
+    plain = {"highlight": False, "markup": False, "soft_wrap": True}
     if not result.finished:
         step = result.summary["step"]
-        console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", highlight=False)
+        console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", **plain)
         raise typer.Exit(130)  # what a shell says of Ctrl-C: nothing that follows should run
     table = Table("", "", show_header=False)
     for name, value in result.summary.items():
         if value is not None:
             table.add_row(name, _shown(name, value))
     console.print(table)
-    console.print(f"model: {folder / 'model'}", highlight=False)
+    console.print(f"model: {folder / 'model'}", **plain)
 
 
 def _shown(name: str, value: float) -> str:

@@ -88,7 +88,8 @@ class _SparseCausalLM(_SparsePreTrained):
             self._l1_weight.fill_(weight)  # in place: wrappers may run a shallow copy of the model
         else:
             # A tensor, since a compiler takes a float for a constant; float64 keeps the value as given.
-            self._l1_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
+            with torch.inference_mode(False):  # else it could not be changed outside of that mode
+                self._l1_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
 
     @can_return_tuple
     def forward(

@@ -21,7 +21,7 @@ except ImportError:  # Windows: nothing keeps a second run out
     fcntl = None
 
 CONFIG, METRICS, SUMMARY, DATA = "config.yaml", "metrics.jsonl", "summary.json", "data.json"
-_LOCK = ".lock"
+_LOCK = ".twell-lock"  # its presence says that a run was here
 
 # Settings that do not change what is computed, and may therefore differ when a run is resumed.
 HARMLESS = {
@@ -42,13 +42,14 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    ours = (folder / _LOCK).exists()
+    if not resume and _names(folder) and not (folder / _LOCK).exists():
+        reject("out", str(folder), "a new folder, or an empty one")  # before anything is written there
     with (folder / _LOCK).open("a") as lock:
         _take(lock, folder, "resume" if resume else "out")
         if resume:
             _check_settings(config, folder)
         else:
-            _start(config, folder, ours)
+            _start(config, folder)
         yield
 
 
@@ -61,15 +62,17 @@ def _take(lock: IO[str], folder: Path, argument: str) -> None:
         reject(argument, str(folder), "a folder that no other run is using right now")
 
 
-def _start(config: RunConfig, folder: Path, ours: bool) -> None:
-    """ours: whether a run was here before."""
-    names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+def _start(config: RunConfig, folder: Path) -> None:
     # What a run leaves that failed before its first step may be written over.
-    if names - {CONFIG, DATA} or (names and not ours):
-        again = "; to go on with that run: --resume" if ours and CONFIG in names else ""
-        reject("out", str(folder), f"a new folder, or an empty one{again}")
-    (folder / DATA).unlink(missing_ok=True)
+    if _names(folder) - {CONFIG, DATA}:
+        reject("out", str(folder), "a new folder, or an empty one; to go on with that run: --resume")
     (folder / CONFIG).write_text(to_yaml(config))
+    (folder / DATA).unlink(missing_ok=True)
+
+
+def _names(folder: Path) -> set[str]:
+    """What is in a folder and not hidden."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 def _check_settings(config: RunConfig, folder: Path) -> None:

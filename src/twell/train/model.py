@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from .. import hf
 from .._checks import reject
 from ..plan import Plan
-from .checkpoints import find_model
+from .checkpoints import MODEL, find_model
 from .config import ModelConfig, RunConfig
 
 _SPARSE = {"llama": hf.SparseLlamaConfig, "qwen2": hf.SparseQwen2Config}
@@ -92,7 +93,10 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
 
 def with_checkpoint(config: RunConfig) -> RunConfig:
     """`config` with what its checkpoint decides: sizes, and the tokenizer unless another is named."""
-    path = find_model(config.model.init_from, "model.init_from")
+    given = config.model.init_from
+    path = find_model(given, "model.init_from")
+    if path != given and Path(path).name != MODEL:
+        reject("model.init_from", repr(given), f"a run that is through, or a checkpoint of it, as {path}")
     stored, default = AutoConfig.from_pretrained(path), ModelConfig()
     found = {}
     for name, theirs in _STORED.items():
@@ -109,7 +113,7 @@ def with_checkpoint(config: RunConfig) -> RunConfig:
 
 
 def _from_checkpoint(config: ModelConfig, vocab_size: int, l1: float) -> PreTrainedModel:
-    path = config.init_from
+    path = find_model(config.init_from, "model.init_from")
     found = AutoConfig.from_pretrained(path)
     if found.vocab_size < vocab_size:
         reject(

@@ -132,6 +132,11 @@ PRESETS: dict[str, Callable[[], Settings]] = {
 }
 
 
+def without_sizes(settings: Settings) -> Settings:
+    """A preset for a model that comes from a checkpoint, with its own sizes."""
+    return {key: value for key, value in settings.items() if key != "model"}
+
+
 def preset(name: str) -> Settings:
     """The settings of a preset, with its name."""
     if name not in PRESETS:

@@ -60,4 +60,4 @@ class ProgressBar(TrainerCallback):
             self.bar = None
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, soft_wrap=True)  # one line in a file
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # one line in a file

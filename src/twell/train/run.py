@@ -57,7 +57,7 @@ def train(
     """
     console = console or Console()
     config = with_absolute_paths(config)
-    if config.model.init_from is not None:
+    if config.model.init_from is not None and not resume:  # what is resumed has its sizes already
         config = with_checkpoint(config)
     with claimed(config, folder, resume=resume, first=is_first()):
         if resume and (stored := _finished(config, folder)) is not None:
@@ -117,7 +117,7 @@ def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> R
     if resume and first:
         set_aside_after(folder, -1 if checkpoint is None else step_of(checkpoint))
         where = "the start: it has no whole checkpoint" if checkpoint is None else checkpoint.name
-        console.print(f"resuming from {where}", highlight=False)
+        console.print(f"resuming from {where}", highlight=False, markup=False)
     try:
         with interrupt:  # not before: tokenising ends at once
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
@@ -204,6 +204,7 @@ def _introduce(config: RunConfig, data: Prepared, console: Console) -> None:
         f"{source}: {data.train_tokens:,} tokens, {held_out}; {config.train.steps:,} steps of "
         f"{config.tokens_per_step:,} tokens",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 
