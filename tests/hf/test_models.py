@@ -267,6 +267,21 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_l1():
     assert sparse.eval()(ids, labels=ids).l1_loss > 0
 
 
+def assert_same_steps(sparse, compiled, ids):
+    """Losses and gradients, with weights of L1 that change."""
+    losses, gradients = {}, {}
+    for weight in (0.5, 0.125):
+        sparse.l1_weight = weight
+        for name, run in (("eager", sparse), ("compiled", compiled)):
+            sparse.zero_grad()
+            output = run(input_ids=ids, labels=ids)
+            output.loss.backward()
+            losses[name], gradients[name] = output.loss.detach(), _gradients(sparse)
+            assert len(output.firing) == sparse.config.num_hidden_layers
+        torch.testing.assert_close(losses["compiled"], losses["eager"])
+        torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_around_eager_blocks(checkpointing):
     """More layers than a function may be compiled anew: they share what is compiled."""
@@ -289,16 +304,7 @@ def test_compiled_around_eager_blocks(checkpointing):
         return run
 
     compiled = torch.compile(sparse, backend=backend)
-    losses, gradients = {}, {}
-    for weight in (0.5, 0.125):
-        sparse.l1_weight = weight
-        for name, run in (("eager", sparse), ("compiled", compiled)):
-            sparse.zero_grad()
-            output = run(input_ids=ids, labels=ids)
-            output.loss.backward()
-            losses[name], gradients[name] = output.loss.detach(), _gradients(sparse)
-        torch.testing.assert_close(losses["compiled"], losses["eager"])
-        torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
+    assert_same_steps(sparse, compiled, ids)
     if not checkpointing:  # a checkpoint with a break in it is not compiled
         assert sum(count == 2 * 10 for count in calls) >= 1, f"one graph for all layers: {calls}"
         assert len(calls) < 10
@@ -352,17 +358,7 @@ def test_compiled_whole_and_l1_weight_without_recompiling():
         return graph.forward
 
     compiled = torch.compile(partial(sparse, use_cache=False), fullgraph=True, backend=backend)
-    losses, gradients = {}, {}
-    for weight in (0.5, 0.125):
-        sparse.l1_weight = weight
-        for name, run in (("eager", sparse), ("compiled", compiled)):
-            sparse.zero_grad()
-            output = run(input_ids=ids, labels=ids)
-            output.loss.backward()
-            losses[name], gradients[name] = output.loss.detach(), _gradients(sparse)
-            assert len(output.firing) == 2
-        torch.testing.assert_close(losses["compiled"], losses["eager"])
-        torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
+    assert_same_steps(sparse, compiled, ids)
     assert len(compilations) == 1
 
 

@@ -258,6 +258,24 @@ def test_a_dense_checkpoint_becomes_sparse(corpus, tmp_path):
         )
 
 
+def test_a_disk_that_is_full_when_the_model_is_saved(corpus, tmp_path, monkeypatch):
+    saved = run_module.SparseTrainer.save_model
+
+    def full(self, folder, _internal_call=False):
+        saved(self, folder, _internal_call)
+        if not _internal_call:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    config, folder = small_run(corpus, "train.steps=2"), tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module.SparseTrainer, "save_model", full)
+        with pytest.raises(OSError, match=r"no space left to save the model; free some, then: .*--resume"):
+            train(config, folder, console=QUIET)
+    assert not list(folder.glob(".model*"))
+    assert not (folder / "model").exists()
+    assert train(config, folder, resume=True, console=QUIET).finished
+
+
 def test_blocks_leave_compiled_graphs_where_that_compiles_more(corpus, monkeypatch):
     def leave(*overrides):
         return run_module.blocks_leave_graphs(small_run(corpus, *overrides))

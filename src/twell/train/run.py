@@ -10,7 +10,6 @@ summary.json    what came out
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -30,13 +29,14 @@ from .._log import log_once
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
+from .disk import saving
 from .folder import METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .interrupt import SaveOnInterrupt
 from .metrics import MetricsFile, read_metrics
 from .model import build_model, with_checkpoint
 from .processes import is_first
 from .progress import ProgressBar
-from .trainer import SparseTrainer, is_disk_full
+from .trainer import SparseTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +214,8 @@ def _warn(config: RunConfig) -> None:
     steps, recipe = config.train.steps, config.recipe
     if config.model.dense and recipe.l1:
         log_once(f"model.activation = {config.model.activation!r} has no zeros: a stock model, without L1")
+    if config.train.compile and config.train.checkpointing and not config.model.dense:
+        log_once("train.checkpointing keeps blocks inside compiled graphs: automatic plans train dense there")
     ends = [("train.warmup", config.train.warmup, steps - 1)]
     if recipe.l1 and not config.model.dense:
         ends += [("recipe.l1_start", recipe.l1_start, steps - 1), ("recipe.l1_end", recipe.l1_end, steps)]
@@ -232,14 +234,8 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
     if trainer.is_world_process_zero():
         shutil.rmtree(temporary, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    try:
+    with saving(temporary, "the model", lambda: f"free some, then: twell train --resume {folder}"):
         trainer.save_model(str(temporary))
-    except Exception as error:
-        if not is_disk_full(error):
-            raise
-        shutil.rmtree(temporary, ignore_errors=True)
-        message = f"no space left to save the model; free some, then: twell train --resume {folder}"
-        raise OSError(errno.ENOSPC, message) from error
     summary = _summary(trainer, config, folder, data, evaluated)
     if trainer.is_world_process_zero():
         old = folder / f".{MODEL}.old"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import math
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +19,7 @@ from .._checks import reject
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
 from .data import RunOrder
+from .disk import saving
 from .firing import FiringTracker
 from .interrupt import outlive_signals
 from .metrics import Pace
@@ -148,19 +147,13 @@ class SparseTrainer(Trainer):
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         self.check_weights()
-        try:
+        with saving(folder, f"step {self.state.global_step}", self._what_is_saved):
             super()._save_checkpoint(*arguments, **options)
             self.recipe.save(folder, self.args.should_save)
             wait_for_all()  # files of every process are there before the manifest says so
             if self.args.should_save:
                 write_manifest(folder)
                 drop_old(Path(self.args.output_dir), self.run_config.train.keep)
-        except Exception as error:
-            if not is_disk_full(error):
-                raise
-            shutil.rmtree(folder, ignore_errors=True)
-            message = f"no space left to save step {self.state.global_step}; {self._what_is_saved()}"
-            raise OSError(errno.ENOSPC, message) from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Whole weights, also where FSDP keeps checkpoints in shards."""
@@ -194,14 +187,3 @@ def adapt_fsdp(plugin: FullyShardedDataParallelPlugin, revive_every: int) -> Non
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """What this process holds of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def is_disk_full(error: BaseException | None) -> bool:
-    """Writers in C++ and Rust raise errors of their own."""
-    while error is not None:
-        if getattr(error, "errno", None) == errno.ENOSPC or "no space left" in str(error).lower():
-            return True
-        if "inline_container" in str(error) and "unexpected pos" in str(error):  # torch.save
-            return True
-        error = error.__cause__ or error.__context__
-    return False
