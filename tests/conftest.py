@@ -1,9 +1,16 @@
-"""Settings of the whole suite: Triton's interpreter where there is no GPU, Hypothesis' effort."""
+"""Settings of the whole suite: a CPU that survives it, fixed choices, Triton's interpreter, Hypothesis' effort."""
 
 import os
+import tempfile
 
 import pytest
 import torch
+
+from twell._processor import cpu_name, make_products_safe
+
+# Before anything multiplies; workers and child processes inherit both.
+VERDICT = make_products_safe()
+os.environ.setdefault("TWELL_CACHE", tempfile.mkdtemp(prefix="twell-tests-"))
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: the kernels of tests/gpu then run on the CPU, in its interpreter.
@@ -21,8 +28,12 @@ except ImportError:  # a GPU machine may hold torch and pytest only: its tests s
     ]
 
 
-def pytest_report_header() -> str | None:
-    return None if settings else f"hypothesis is not installed; left out: {', '.join(collect_ignore)}"
+def pytest_report_header() -> list[str]:
+    cap = os.environ.get("ONEDNN_MAX_CPU_ISA", "none")
+    lines = [f"cpu: {cpu_name()}, {torch.get_num_threads()} threads; {VERDICT.words} (oneDNN cap: {cap})"]
+    if settings is None:
+        lines.append(f"hypothesis is not installed; left out: {', '.join(collect_ignore)}")
+    return lines
 
 
 if settings:
@@ -40,3 +51,38 @@ if settings:
 def fresh_compiler():
     """Compiled code of other tests does not count towards the limit of recompilations."""
     torch._dynamo.reset()
+
+
+class CpuChoices:
+    """What tests take this CPU for: the same one everywhere. Change it to see what another outcome does.
+
+    native:      whether 16-bit matrices are multiplied in hardware.
+    row_limit:   the share of active neurons up to which the row path is taken.
+    block_gain:  dense time over the block path's.
+    form_gain:   F.linear's time over the other form's: above 1.1 the other form is taken.
+    """
+
+    def __init__(self) -> None:
+        self.native = False
+        self.row_limit, self.block_gain, self.form_gain = 0.13, 2.0, 0.5
+
+    def measured(self, name, measure, *, otherwise):
+        kinds = {
+            "row limit": self.row_limit,
+            "dense over block": self.block_gain,
+            "linear over": self.form_gain,
+        }
+        return next(value for kind, value in kinds.items() if name.startswith(kind))
+
+
+@pytest.fixture(autouse=True)
+def cpu_choices(monkeypatch, request):
+    """No test depends on what the machine at hand measures or has, but those marked `real_cpu`."""
+    if request.node.get_closest_marker("real_cpu"):
+        return None
+    from twell.kernels import cpu_multiply, cpu_probe
+
+    choices = CpuChoices()
+    monkeypatch.setattr(cpu_probe, "measured", choices.measured)
+    monkeypatch.setattr(cpu_multiply, "has_native_gemm", lambda dtype: choices.native)
+    return choices

@@ -8,7 +8,7 @@ import torch
 from twell import reference
 from twell.activations import Activation
 from twell.kernels import cpu_backward as module
-from twell.kernels import cpu_choice
+from twell.kernels import cpu_choice, csr
 from twell.kernels.args import FfnArgs
 from twell.kernels.cpu_backward import cpu_backward
 from twell.kernels.dense import dense_backward
@@ -44,8 +44,7 @@ def taken(monkeypatch):
     for name in ("MIN_TOKENS", "MIN_TOKENS_COPYING", "MIN_HIDDEN", "FEW_TOKENS"):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
-    monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)
-    monkeypatch.setattr("twell.kernels.cpu_weights.has_native_gemm", lambda dtype: False)
+    monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
     return taken
 
 
@@ -136,7 +135,7 @@ def test_variants(taken, dtype, gated, activation, biases):
 @pytest.mark.parametrize("rows", [1, 3, 1000])
 def test_several_chunks_and_pieces(taken, tokens, rows, monkeypatch):
     monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
-    monkeypatch.setattr(module, "PIECE_ROWS", rows)
+    monkeypatch.setattr(csr, "PIECE_ROWS", rows)
     check(block(tokens, biases=True, seed=4))
     assert taken
 
@@ -294,7 +293,7 @@ class TestWhenItIsTaken:
     @pytest.mark.parametrize("threads", [1, 2])
     def test_blocks_as_they_come(self, threads, monkeypatch):
         torch.set_num_threads(threads)
-        monkeypatch.setattr(cpu_choice, "_SPARSE_OVERHEAD_SECONDS", 0.0)  # many cores may need larger blocks
+        monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)  # many cores may need larger blocks
         sparse: list[bool] = []
         look = module.is_sparse
         monkeypatch.setattr(module, "is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])
@@ -304,8 +303,8 @@ class TestWhenItIsTaken:
         run(block(8, 128, 1024, 4))
         assert sparse == [True, False]
 
-    def test_matrix_units_for_16_bits(self, taken, monkeypatch):
-        monkeypatch.setattr("twell.kernels.cpu_weights.has_native_gemm", lambda dtype: True)
+    def test_matrix_units_for_16_bits(self, taken, cpu_choices):
+        cpu_choices.native = True
         args = block(dtype=torch.bfloat16)
         for mine, theirs in zip(run(args), run(args, dense_backward), strict=True):
             assert mine is None or torch.equal(mine, theirs)

@@ -5,6 +5,11 @@ mlp = twell.SparseMLP(1024, 4096)         the same as a module, Llama's paramete
 twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation matrix
 """
 
+# First: a CPU that was found to need it gets its cap before anything multiplies.
+from ._processor import apply_kept_verdict as _apply_kept_verdict
+
+_apply_kept_verdict()
+
 from ._ran import Ran, recorded_paths
 from ._transformers_hook import install as _install_transformers_hook
 from ._version import __version__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from twell._files import CACHE_VARIABLE
 from twell.activations import Activation
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu import choice, limits, monitor
@@ -23,7 +24,7 @@ def device(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Device.capturing)
     monkeypatch.setattr(choice, "target_of", lambda _: Device.target)
-    monkeypatch.setenv(limits.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     limits._tuned.cache_clear()
     monitor.forget()
     yield Device

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from twell._files import CACHE_VARIABLE
 from twell.kernels.gpu import limits
 from twell.measure.tune import crossing, tune
 
@@ -15,7 +16,7 @@ SHAPE = limits.Shape(2048, 5632, True)
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(limits.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     limits._tuned.cache_clear()
     yield
     limits._tuned.cache_clear()
@@ -55,7 +56,7 @@ def test_a_broken_file_is_as_none(content):
 
 
 def test_without_a_home_directory(monkeypatch):
-    monkeypatch.delenv(limits.CACHE_VARIABLE)
+    monkeypatch.delenv(CACHE_VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
     def homeless() -> Path:

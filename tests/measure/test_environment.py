@@ -13,6 +13,8 @@ import pytest
 import torch
 
 import twell
+from twell import _processor
+from twell._processor import cpu_name
 from twell.measure import commit, environment, hardware, versions
 
 needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
@@ -107,12 +109,13 @@ def test_hardware_of_the_cpu():
 
 
 def test_cpu_name_without_proc(monkeypatch):
-    def missing(*_, **__):
-        raise OSError
-
-    monkeypatch.setattr(environment.Path, "read_text", missing)
+    monkeypatch.setattr(_processor, "_CPUINFO", "/nowhere/cpuinfo")
     monkeypatch.setattr(platform, "processor", lambda: "some processor")
-    assert hardware()["cpu"] == "some processor"
+    cpu_name.cache_clear()
+    try:
+        assert hardware()["cpu"] == "some processor"
+    finally:
+        cpu_name.cache_clear()
 
 
 def test_hardware_of_a_missing_device():

@@ -27,6 +27,9 @@ def options(
     ] = False,
 ) -> None:
     """Sparse feed-forward execution for LLMs."""
+    from .._processor import make_products_safe
+
+    make_products_safe()
 
 
 @app.command()
@@ -66,15 +69,18 @@ def doctor() -> None:
 
 @app.command()
 def tune(
+    device: Annotated[
+        str | None, Option(help="cuda or cpu; the GPU if there is one.", show_default=False)
+    ] = None,
     hidden: Annotated[int, Option(min=64, help="Hidden size D of your layers.")] = 2048,
     neurons: Annotated[int, Option(min=64, help="Neurons H of your layers.")] = 5632,
     gated: Annotated[bool, Option(help="Whether the block has a gate.")] = True,
     quick: Annotated[bool, Option("--quick", help="Fewer token counts and repetitions.")] = False,
 ) -> None:
-    """Measure where sparse beats dense on this GPU and keep the result for automatic plans."""
+    """Measure where sparse beats dense on this machine and keep the result for automatic plans."""
     from .tune import run_tune
 
-    run_tune(hidden=hidden, neurons=neurons, gated=gated, quick=quick)
+    run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick)
 
 
 @app.command()

@@ -9,7 +9,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from .._processor import make_products_safe
 from ..backends import Site, backend_names, get_backend
+from ..kernels.cpu_multiply import has_native_gemm
+from ..kernels.cpu_probe import kept_measurements, measurements_file
 from ..measure import hardware, versions
 from ..plan import ENVIRONMENT_VARIABLE, parse_override
 
@@ -27,7 +30,7 @@ def run_doctor() -> None:
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     _print_pairs(console, "Versions", versions())
     for device in devices:
-        _print_pairs(console, f"Hardware: {device}", hardware(device))
+        _print_pairs(console, f"Hardware: {device}", hardware(device) | _processor(device))
     if "cuda" not in devices:
         console.print("No CUDA device: the CPU backend runs.\n")
 
@@ -60,6 +63,19 @@ def run_doctor() -> None:
         state = f"[yellow]missing {', '.join(missing)}:[/] pip install 'twell\\[{extra}]'"
         table.add_row(extra, state if missing else "[green]installed[/]")
     console.print(table)
+
+
+def _processor(device: str) -> dict[str, str]:
+    """What is known of the CPU's 16-bit products and of its speed."""
+    if device != "cpu":
+        return {}
+    units = {str(dtype): has_native_gemm(dtype) for dtype in (torch.bfloat16, torch.float16)}
+    native = ", ".join(name.removeprefix("torch.") for name, there in units.items() if there)
+    return {
+        "16-bit products": make_products_safe().words,
+        "16-bit units": native or "none: such products run in float32",
+        "measured": f"{len(kept_measurements())} numbers, kept in {measurements_file()}",
+    }
 
 
 def _limits() -> dict[str, str]:

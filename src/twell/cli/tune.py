@@ -1,24 +1,55 @@
-"""`twell tune`: measure the limits of automatic plans on this GPU."""
+"""`twell tune`: measure the limits of automatic plans on this machine."""
 
 from __future__ import annotations
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from .._checks import reject
+from ..kernels.cpu_choice import PROBE_BUCKETS
+from ..kernels.cpu_probe import measurements_file
 from ..kernels.gpu.limits import cache_file
 from ..measure.tune import SHARES, TOKENS, tune
+from ..measure.tune_cpu import DTYPES, CpuLimits, tune_cpu
 
 _QUICK_TOKENS = (1, 8, 64, 65, 1024, 8192)
 
 
-def run_tune(*, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
+def run_tune(*, device: str | None, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
+    """Measure, keep and show the limits of `device`; the GPU's if there is one and none is named."""
+    chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
+        reject("--device", chosen, "cpu, or cuda where torch sees a GPU")
     console = Console()
-    if not torch.cuda.is_available():
-        console.print("twell tune measures a GPU; torch sees none here. On a CPU plans tune themselves.")
-        raise typer.Exit(1)
+    if chosen == "cpu":
+        _tune_cpu(console, hidden, neurons, gated)
+    else:
+        _tune_gpu(console, hidden, neurons, gated, quick)
+
+
+def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool) -> None:
+    table = Table("dtype", "tokens", "row path up to", "block path")
+    with Progress(console=console) as progress:
+        task = progress.add_task("measuring", total=len(DTYPES) * len(PROBE_BUCKETS))
+
+        def report(limits: CpuLimits) -> None:
+            progress.advance(task)
+            block = {None: "-", True: "pays", False: "does not pay"}[limits.block]
+            name = str(limits.dtype).removeprefix("torch.")
+            table.add_row(name, f"{limits.tokens}+", f"{limits.row:.1%} active", block)
+
+        found = tune_cpu(hidden, neurons, gated=gated, report=report)
+        progress.update(task, completed=progress.tasks[task].total)
+    if not found:
+        console.print(f"Blocks of D {hidden}, H {neurons} are too small to gain here: they run dense.")
+        return
+    console.print(table)
+    console.print(f"{torch.get_num_threads()} threads; kept in {measurements_file()}")
+
+
+def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
     tokens = _QUICK_TOKENS if quick else TOKENS
     table = Table("tokens", "sparse up to", *(f"{share:.0%} active" for share in SHARES))
     with Progress(console=console) as progress:

@@ -44,7 +44,7 @@ def cpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
     tokens, neurons = args.x.shape[0], args.up.shape[0]
     weights = WeightViews(args, tuned=path == "auto")
     stats = Stats(neurons, args.x.dtype) if record else None
-    if path == "auto" and not cpu_choice.sparse_can_pay(weights.site):
+    if tokens == 0 or (path == "auto" and not cpu_choice.sparse_can_pay(weights.site)):
         path = "dense"
     if tokens == 1 and path in ("auto", "row"):
         y = _single_token(args.x, path, weights, stats)
@@ -52,44 +52,51 @@ def cpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnO
         y = _chunks(args.x, path, block_rows or DEFAULT_BLOCK_ROWS, weights, stats)
     if stats is None:
         return FfnOutput(y)
-    return FfnOutput(y, stats.l1 / max(tokens, 1), stats.firing)
+    return FfnOutput(y, stats.l1(tokens), stats.firing)
 
 
 def _single_token(x: Tensor, path: str, weights: WeightViews, stats: Stats | None) -> Tensor:
     activated = weights.activate_selector(x)
-    neurons = activated[0].nonzero().squeeze(1)
-    density = neurons.numel() / max(activated.shape[1], 1)
-    if path == "auto" and not cpu_choice.row_wins(neurons.numel(), density, weights.site):
+    if path == "auto" and cpu_choice.choose(activated, weights.site) == "dense":
         note_path("dense", x, weights.site.neurons)
         return finish_dense(x, activated, weights, stats)
     note_path("row", x, weights.site.neurons)
+    neurons = activated[0].nonzero().squeeze(1)
     return finish_single_row(x, activated, neurons, weights, stats)
 
 
 def _chunks(x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: Stats | None) -> Tensor:
-    chunk = max(_chunk_tokens(), block_rows)
-    y = torch.empty(x.shape[0], weights.output_size, dtype=x.dtype, device=x.device)
-    start = 0
-    while start < x.shape[0]:
-        stop = x.shape[0] if path == "dense" else start + chunk
-        part, out = x[start:stop], y[start:stop]
-        activated = weights.activate_selector(part)
-        chosen = path
-        if path != "dense":
-            active = activated != 0
-            count = int(torch.count_nonzero(active))
-        if path == "auto":
-            chosen = cpu_choice.choose(active, count, block_rows, weights.site)
-        note_path(chosen, part, weights.site.neurons)
-        if chosen == "row":
-            out.copy_(finish_row(part, activated, active, count, weights, stats))
-        elif chosen == "block":
-            out.copy_(finish_block(part, activated, active, block_rows, weights, stats))
-        else:
-            out.copy_(finish_dense(part, activated, weights, stats))
-            path = "dense"
+    tokens, chunk = x.shape[0], max(_chunk_tokens(), block_rows)
+    outputs, start = [], 0
+    while start < tokens or not outputs:  # once for no tokens, too
+        stop = tokens if path == "dense" else min(start + chunk, tokens)
+        y, ran = _finish_chunk(x[start:stop], path, block_rows, weights, stats)
+        if ran == "dense":
+            path = "dense"  # for what is left, too
+        outputs.append(y)
         start = stop
-    return y
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _finish_chunk(
+    x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: Stats | None
+) -> tuple[Tensor, str]:
+    """y [m, D] of one chunk and the path it took."""
+    activated = weights.activate_selector(x)
+    automatic = path == "auto"
+    if automatic:
+        path = cpu_choice.choose(activated, weights.site)
+    if path != "dense":
+        active = activated.bool()
+        count = int(torch.count_nonzero(active))
+        if automatic and not cpu_choice.still_pays(path, active, count, block_rows, weights.site):
+            path = "dense"
+    note_path(path, x, weights.site.neurons)
+    if path == "row":
+        return finish_row(x, activated, active, count, weights, stats), path
+    if path == "block":
+        return finish_block(x, activated, active, block_rows, weights, stats), path
+    return finish_dense(x, activated, weights, stats), path
 
 
 def _chunk_tokens() -> int:

@@ -19,7 +19,7 @@ from ..activations import Activation, largest_at_most
 from .args import FfnArgs
 from .cpu_choice import sparse_can_pay
 from .cpu_weights import CpuSite, WeightViews
-from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, sampled_dot
+from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, RowSums, sampled_dot
 from .dense import dense_backward
 
 # The share of active pairs up to which the active set is taken. Dense time over this one's, fp32, 2 Zen 3
@@ -34,10 +34,6 @@ FEW_TOKENS = 4  # fewer are not worth a look
 MIN_HIDDEN = 128  # D 64, H 256, 8,192 tokens, 12.5% active: 0.78
 
 CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chunks of 512 cost 18% more
-
-# Rows are added one after the other, so long sums are made in pieces. Worst fp32 error over stock's, D 128 to
-# 1024, 4,096 tokens, frequent neurons: 1,024 rows 3.5, 512 2.2, 256 1.7, 128 1.1, and no slower.
-PIECE_ROWS = 128
 
 _SAMPLED_SHARE = 32  # one token in so many is looked at first: about 1% of the dense backward
 _SAMPLED_TOKENS = range(16, 65)
@@ -141,15 +137,16 @@ class _Pairs:
         """[m, D]: sums over the neurons of each token, so the pairs are put in that order."""
         args, (neurons, tokens) = self._args, self._pattern.shape
         flat, order = torch.sort(self._pattern.columns * neurons + self._neurons)
-        sums = _RowSums(RowPattern(flat, torch.Size((tokens, neurons))))
-        grad_x = sums.of(args.up, self._grad_up.index_select(0, order))
+        pattern = RowPattern(flat, torch.Size((tokens, neurons)))
+        sums = RowSums(pattern.offsets)
+        grad_x = sums.of(args.up, pattern.columns, self._grad_up.index_select(0, order))
         if args.gate is not None:
-            grad_x += sums.of(args.gate, self._grad_gate.index_select(0, order))
+            grad_x += sums.of(args.gate, pattern.columns, self._grad_gate.index_select(0, order))
         return grad_x
 
     def weight_sums(self, needed: FfnArgs) -> tuple[Tensor | None, ...]:
         """Over these tokens: up [H, D], down [H, D], gate [H, D], up_bias [H], gate_bias [H]."""
-        sums = _RowSums(self._pattern)
+        sums, columns = RowSums(self._pattern.offsets), self._pattern.columns
 
         def total(values: Tensor) -> Tensor:
             # In float64, which costs next to nothing: a neuron may be active for every token.
@@ -158,42 +155,12 @@ class _Pairs:
 
         gated = self._grad_gate is not None
         return (
-            sums.of(self._args.x, self._grad_up) if needed.up else None,
-            sums.of(self._grad_y, self._hidden) if needed.down else None,
-            sums.of(self._args.x, self._grad_gate) if gated and needed.gate else None,
+            sums.of(self._args.x, columns, self._grad_up) if needed.up else None,
+            sums.of(self._grad_y, columns, self._hidden) if needed.down else None,
+            sums.of(self._args.x, columns, self._grad_gate) if gated and needed.gate else None,
             total(self._grad_up) if needed.up_bias else None,
             total(self._grad_gate) if gated and needed.gate_bias else None,
         )
-
-
-class _RowSums:
-    """Weighted sums of rows over one pattern, made in pieces of at most `PIECE_ROWS` rows."""
-
-    def __init__(self, pattern: RowPattern) -> None:
-        pieces = (pattern.offsets.diff() + (PIECE_ROWS - 1)).floor_divide_(PIECE_ROWS)
-        self._columns, self._starts, self._groups = pattern.columns, pattern.offsets, None
-        if bool((pieces > 1).any()):
-            ends = pieces.cumsum(0)
-            row = torch.repeat_interleave(pieces)
-            piece = torch.arange(row.numel(), device="cpu")
-            inside = piece - (ends - pieces).index_select(0, row)
-            starts = pattern.offsets.index_select(0, row) + inside * PIECE_ROWS
-            self._starts = torch.cat((starts, pattern.offsets[-1:]))
-            self._groups = torch.nn.functional.pad(ends, (1, 0))
-
-    def of(self, rows: Tensor, scale: Tensor) -> Tensor:
-        """[m, D]: for every row of the pattern the sum of scale[entry] * rows[column]; scale [nnz]."""
-        parts = _bags(rows, scale, self._columns, self._starts)
-        if self._groups is None:
-            return parts
-        return _bags(parts, None, torch.arange(parts.shape[0], device="cpu"), self._groups)
-
-
-def _bags(rows: Tensor, scale: Tensor | None, columns: Tensor, offsets: Tensor) -> Tensor:
-    bags = torch.embedding_bag(
-        rows, columns, offsets, mode=0, per_sample_weights=scale, include_last_offset=True
-    )
-    return bags[0]
 
 
 def _active(pre: Tensor, activation: Activation) -> Tensor:

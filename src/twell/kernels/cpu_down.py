@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
-from .cpu_multiply import has_native_gemm
+from . import cpu_multiply
 
 
 def reads_badly(down: Tensor) -> bool:
@@ -18,15 +19,19 @@ def reads_badly(down: Tensor) -> bool:
         down.device.type == "cpu"
         and down.dtype in (torch.bfloat16, torch.float16)
         and not down.is_contiguous()
-        and not has_native_gemm(down.dtype)
+        and not cpu_multiply.has_native_gemm(down.dtype)
     )
 
 
-def sum_all_rows(hidden: Tensor, down: Tensor) -> Tensor:
-    """hidden @ down^T for few tokens as weighted sums of neuron rows; down.mT must be contiguous.
+def sum_all_rows(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden @ down^T + bias for few tokens as weighted sums of neuron rows; down.mT must be contiguous.
 
     Sums in float32 and rounds once. bf16, H 4096, D 1024, weights in cache: 1 token 0.45 ms, 8 tokens 1.6.
     """
+    if bias is not None:
+        # The sums below come rounded to 16 bits, of which the bias may cancel most.
+        wide = linear(hidden.float(), down.float(), bias.float())
+        return wide.to(down.dtype)
     tokens, neurons = hidden.shape
     outputs = down.shape[0]
     # Bags are what runs in parallel: cut the rows of very few tokens into parts, each a bag of its own.

@@ -1,31 +1,38 @@
-"""Matrix products on the CPU in the form that is fastest on this machine.
+"""Matrix products on the CPU in the form that is fastest on this machine, and as accurate as F.linear.
 
 fp32, [M, 1024] x [1024, 4096], 2 Zen 3 cores, cold weights: F.linear (MKL) against oneDNN's matrix-vector
-product for 1 token: 1.10 / 0.79 ms; against (W x^T)^T for M 4: 2.1 / 0.7 ms, 16: 2.8 / 1.5, 64: 5.9 / 4.1. On
-16 Sapphire Rapids cores the same forms are slower than F.linear, so each is tried once per process.
+product for 1 token: 1.10 / 0.79 ms; against (W x^T)^T for M 4: 2.1 / 0.7 ms, 16: 2.8 / 1.5, 64: 5.9 / 4.1. At
+D 256, H 1024, and on 16 Sapphire Rapids cores at any size, the same forms are slower than F.linear; on some
+Intel CPUs they round worse (D 1000, 24 neurons: 2.0 times F.linear's error in the median, 3.2 at most). So each
+form is tried at the shape of the weight, for speed and for accuracy.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-_FEW_TOKENS = 64
-_PROBE_HIDDEN, _PROBE_NEURONS, _PROBE_SETS, _PROBE_REPETITIONS = 1024, 2048, 4, 5
+from . import cpu_probe
+from .cpu_probe import least_seconds, measure_again, probe_numbers
+
+FEW_TOKENS = 64
+# Weights of fewer numbers (D 256, H 512) take a product of few tokens about 50 us: not worth a trial.
+_SMALL = 1 << 17
+_PROBE_SIZE = 4096  # larger sides are tried at this size
+_PROBE_BYTES = 64 << 20  # of weights that a trial rotates among, so that they come from memory
 _MUST_TAKE_AT_MOST = 0.9  # of F.linear's time
+_MAY_ERR_AT_MOST = 1.25  # times F.linear's error
+_ROUNDS_WORSE = 1e-3  # in place of a gain
 
 # Registered by torch for its own compiler, not called for eager fp32.
 _ONEDNN_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
-
-# Two threads that probe at once would each measure the other.
-PROBE_LOCK = threading.RLock()
+Form = Callable[[Tensor, Tensor], Tensor]
 
 
 def multiply(x: Tensor, weight: Tensor, tuned: bool) -> Tensor:
@@ -33,16 +40,49 @@ def multiply(x: Tensor, weight: Tensor, tuned: bool) -> Tensor:
 
     tuned: take the form that was fastest on this machine, else F.linear.
     """
-    tokens = x.shape[0]
-    if tuned and 0 < tokens <= _FEW_TOKENS and weight.dtype == torch.float32 and weight.is_contiguous():
-        bucket = 1 << (tokens - 1).bit_length()
-        with PROBE_LOCK:
-            product = _fastest(bucket, torch.get_num_threads())
-        return product(x, weight)
+    if (
+        tuned
+        and 0 < x.shape[0] <= FEW_TOKENS
+        and weight.dtype == torch.float32
+        and weight.numel() >= _SMALL
+        and weight.is_contiguous()
+    ):
+        return best_form(x.shape[0], *weight.shape, torch.get_num_threads())(x, weight)
     return linear(x, weight)
 
 
-@lru_cache(maxsize=64)
+def best_form(tokens: int, outputs: int, inputs: int, threads: int) -> Form:
+    """F.linear, or the other form for so few tokens if it is clearly faster and as accurate."""
+    other, name, measure = _trial(tokens, outputs, inputs, threads)
+    if other is None:
+        return linear
+    gain = cpu_probe.measured(name, measure, otherwise=1.0)
+    return other if gain * _MUST_TAKE_AT_MOST >= 1 else linear
+
+
+def remeasure(tokens: int, outputs: int, inputs: int, threads: int) -> None:
+    """Measure now what `best_form` goes by, and keep it in place of what was known."""
+    other, name, measure = _trial(tokens, outputs, inputs, threads)
+    if other is not None:
+        measure_again(name, measure)
+
+
+@lru_cache(maxsize=1024)
+def _trial(
+    tokens: int, outputs: int, inputs: int, threads: int
+) -> tuple[Form | None, str, Callable[[], float]]:
+    """The form beside F.linear, if there is one, and how F.linear's time over its own is called and found."""
+    other = _onednn_vector if tokens == 1 else _weight_first
+    if other is _onednn_vector and (_ONEDNN_LINEAR is None or not torch.backends.mkldnn.is_available()):
+        other = None
+    sizes = 1 << (tokens - 1).bit_length(), min(outputs, _PROBE_SIZE), min(inputs, _PROBE_SIZE)
+    count, outputs, inputs = sizes
+    form = getattr(other, "__name__", "")
+    name = f"linear over {form}: {count} x {inputs} -> {outputs}, {threads} threads"
+    return other, name, partial(_gain, other, *sizes)
+
+
+@lru_cache(maxsize=8)
 def has_native_gemm(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies 16-bit matrices in hardware."""
     if not torch.backends.mkldnn.is_available():
@@ -52,30 +92,33 @@ def has_native_gemm(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-@lru_cache(maxsize=64)
-def _fastest(tokens: int, threads: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """F.linear, or the other form for so few tokens if it is clearly faster with `threads` threads."""
-    other = _onednn_vector if tokens == 1 else _weight_first
-    if other is _onednn_vector and (_ONEDNN_LINEAR is None or not torch.backends.mkldnn.is_available()):
-        return linear
-    x = probe_numbers(tokens, _PROBE_HIDDEN)
-    weights = [probe_numbers(_PROBE_NEURONS, _PROBE_HIDDEN)]
-    weights += [weights[0].clone() for _ in range(_PROBE_SETS - 1)]
-    least = {linear: float("inf"), other: float("inf")}
-    for _ in range(_PROBE_REPETITIONS):
-        for form in least:
-            begun = time.perf_counter()
-            for weight in weights:
-                form(x, weight)
-            least[form] = min(least[form], time.perf_counter() - begun)
-    return other if least[other] <= _MUST_TAKE_AT_MOST * least[linear] else linear
+def _gain(other: Form, tokens: int, outputs: int, inputs: int) -> float:
+    """F.linear's time over that of `other`; `_ROUNDS_WORSE` where `other` does."""
+    x, weight = probe_numbers(tokens, inputs), probe_numbers(outputs, inputs)
+    if not _is_as_accurate(other, x - 0.5, weight - 0.5):
+        return _ROUNDS_WORSE
+    sets = max(1, min(4, _PROBE_BYTES // (weight.numel() * weight.itemsize)))
+    weights = [weight, *(weight.clone() for _ in range(sets - 1))]
+
+    def run(form: Form) -> float:
+        begun = time.perf_counter()
+        for one in weights:
+            form(x, one)
+        return time.perf_counter() - begun
+
+    least, other_least = least_seconds(partial(run, linear), partial(run, other))
+    return least / other_least
 
 
-def probe_numbers(*shape: int) -> Tensor:
-    """float32 in [0, 1) that leave the caller's random state alone."""
-    return torch.rand(
-        *shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
-    )
+def _is_as_accurate(other: Form, x: Tensor, weight: Tensor) -> bool:
+    """For all of the tokens and for three quarters of them: libraries have kernels for round numbers."""
+    for rows in {x.shape[0], -(-3 * x.shape[0] // 4)}:
+        part = x[:rows]
+        exact = part.double() @ weight.double().mT
+        errors = [(form(part, weight) - exact).norm().item() for form in (other, linear)]
+        if not errors[0] <= _MAY_ERR_AT_MOST * errors[1]:
+            return False
+    return True
 
 
 def _weight_first(x: Tensor, weight: Tensor) -> Tensor:

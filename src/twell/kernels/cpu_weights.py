@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
+from . import cpu_multiply
 from .args import FfnArgs
 from .cpu_down import reads_badly, sum_all_rows
-from .cpu_multiply import has_native_gemm, multiply
-from .csr import RowPattern
+from .csr import PIECE_ROWS, RowPattern
 
 # bf16 on a CPU without bf16 units, same product, native against cast-to-fp32-and-multiply:
 # M 8: 3.7 / 4.4 ms; 64: 29 / 7; 512: 237 / 39.
@@ -20,11 +21,8 @@ _UPCAST_MIN_TOKENS = 16
 # Tokens from which one full copy of a weight (cast or transposed) beats gathering per chunk.
 _FULL_COPY_MIN_TOKENS = 256
 
-_ONE_BAG = torch.zeros(1, dtype=torch.int64, device="cpu")
 
-
-@dataclass(frozen=True, kw_only=True)
-class CpuSite:
+class CpuSite(NamedTuple):
     """Everything that the speed of a path on this CPU depends on, but the activations.
 
     neuron_major_down: each neuron's down weights lie together.
@@ -44,7 +42,7 @@ class CpuSite:
 
     @property
     def native_16_bit(self) -> bool:
-        return self.low_precision and has_native_gemm(self.dtype)
+        return self.low_precision and cpu_multiply.has_native_gemm(self.dtype)
 
     @property
     def upcast(self) -> bool:
@@ -96,16 +94,19 @@ class WeightViews:
         return self._project("up", x, self._args.up, self._args.up_bias)
 
     def project_down(self, hidden: Tensor) -> Tensor:
-        """Without the bias, which `finish` adds on every path."""
-        down = self._args.down
+        """y [m, D_out] of x's dtype, with the bias."""
+        down, bias = self._args.down, self._args.down_bias
         if self.site.neuron_major_down and not self.site.upcast and reads_badly(down):
-            return sum_all_rows(hidden, down)
-        return self._project("down", hidden, down, None)
+            return sum_all_rows(hidden, down, bias)
+        return self._project("down", hidden, down, bias).to(self._args.x.dtype)
 
     def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.site.low_precision and not self.site.upcast:
+            # With the bias, before the sum is rounded to 16 bits: it may cancel most of it.
+            return linear(x, weight, bias)
         if self.site.upcast:
             weight = self._copy(f"{name}:wide", lambda: weight.to(self.wide_dtype))
-        product = multiply(x.to(weight.dtype), weight, self._tuned)
+        product = cpu_multiply.multiply(x.to(weight.dtype), weight, self._tuned)
         return product if bias is None else product.add_(bias)
 
     # Neuron-major rows [K, D] for the row path, with the column numbers that address them.
@@ -139,13 +140,12 @@ class WeightViews:
         return rows.index_select(0, neurons)
 
     def single_down(self, hidden: Tensor, neurons: Tensor) -> Tensor:
-        """[D]: the sum of hidden[i] * down[:, neurons[i]]; hidden [K] in the weight's dtype."""
-        if not self.site.neuron_major_down:
-            return torch.mv(self.gather_down(neurons).mT, hidden)
-        bags, *_ = torch.embedding_bag(
-            self._args.down.mT, neurons, _ONE_BAG, mode=0, per_sample_weights=hidden
-        )
-        return bags[0]
+        """[D]: the sum of hidden[i] * down[:, neurons[i]]; hidden [K] in `wide_dtype`."""
+        if not self.site.neuron_major_down or self.site.low_precision:
+            return torch.mv(self.gather_down(neurons).to(self.wide_dtype).mT, hidden)
+        starts = torch.arange(0, max(neurons.numel(), 1), PIECE_ROWS, device="cpu")
+        bags, *_ = torch.embedding_bag(self._args.down.mT, neurons, starts, mode=0, per_sample_weights=hidden)
+        return bags[0] if starts.numel() == 1 else bags.sum(0)
 
     def _copy(self, name: str, make: Callable[[], Tensor]) -> Tensor:
         if name not in self._copies:
@@ -160,6 +160,6 @@ class WeightViews:
         return values if bias is None else values + bias.index_select(0, neurons)
 
     def finish(self, result: Tensor) -> Tensor:
-        """`result` plus the down bias, in the dtype of x."""
+        """`result`, in `wide_dtype`, plus the down bias, in the dtype of x."""
         bias = self._args.down_bias
         return (result if bias is None else result + bias).to(self._args.x.dtype)

@@ -86,6 +86,5 @@ def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
         return linear(hidden, down, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
     if flat.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and not torch.is_grad_enabled():
-        y = sum_all_rows(flat, down).view(*hidden.shape[:-1], down.shape[0])
-        return y if bias is None else y + bias
+        return sum_all_rows(flat, down, bias).view(*hidden.shape[:-1], down.shape[0])
     return linear(hidden, down.contiguous(), bias)

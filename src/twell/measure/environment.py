@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
+from .._processor import cpu_name
 from .._version import __version__
 from ._device import checked_device
 
@@ -23,7 +23,7 @@ def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float 
     where = checked_device(device)
     machine: dict[str, str | int | float | None] = {
         "device": where.type,
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "logical_cores": _usable_cores(),
         "torch_threads": torch.get_num_threads(),
         "memory_gib": _memory_gib(),
@@ -81,14 +81,6 @@ def _git(folder: Path, *arguments: str) -> str:
         timeout=_GIT_TIMEOUT_SECONDS,
     )
     return finished.stdout.strip()
-
-
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1].strip() if found else platform.processor() or platform.machine() or "unknown"
 
 
 def _usable_cores() -> int | None:

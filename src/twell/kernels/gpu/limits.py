@@ -9,14 +9,12 @@ shape. GPUs that are neither Hopper nor tuned run dense.
 from __future__ import annotations
 
 import json
-import os
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ..._files import cache_folder, write_atomically
 from ..._version import __version__
-
-CACHE_VARIABLE = "TWELL_CACHE"
 
 # tokens -> share, measured in CUDA graphs on an H200 and set a little lower. Few tokens: at D 2048 sparse
 # pays up to about 0.7, with 33 to 64 tokens up to 0.4. Wide layers leave no room for x of more than 16 tokens
@@ -66,14 +64,12 @@ def _built_in(hidden: int) -> dict[int, float]:
 
 def cache_file(gpu: str) -> Path | None:
     """Where `twell tune` keeps the limits of a GPU; None where there is no place for it."""
-    root = os.environ.get(CACHE_VARIABLE)
-    if not root:
-        try:
-            home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        except RuntimeError:  # no home directory
-            return None
-        root = Path(home) / "twell"
-    return Path(root) / f"limits-{gpu.replace(' ', '-').replace('/', '-')}-{__version__}.json"
+    folder = cache_folder()
+    return (
+        None
+        if folder is None
+        else folder / f"limits-{gpu.replace(' ', '-').replace('/', '-')}-{__version__}.json"
+    )
 
 
 def store(gpu: str, shape: Shape, limits: dict[int, float]) -> Path | None:
@@ -81,10 +77,7 @@ def store(gpu: str, shape: Shape, limits: dict[int, float]) -> Path | None:
     path = cache_file(gpu)
     if path is not None:
         kept = {**_tuned(gpu), shape.name: limits}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = path.with_suffix(".tmp")
-        written.write_text(json.dumps(kept, indent=1) + "\n")
-        written.replace(path)
+        write_atomically(path, json.dumps(kept, indent=1) + "\n")
         _tuned.cache_clear()
     return path
 

@@ -1,0 +1,236 @@
+"""Measurements of this CPU that automatic plans go by: taken once, kept on disk, the same for a whole run.
+
+How fast one way to compute is beside another differs by machine more than any constant could say. Each is
+measured the first time a call has to choose, repeated until it agrees with itself, and kept in the cache
+folder by CPU, torch and twell. `twell tune --device cpu` measures on purpose. Since different ways round
+differently in the last bit, a training run keeps what it went by in its own folder (`choices_kept_in`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import torch
+from filelock import FileLock, Timeout
+from torch import Tensor
+
+from .._files import cache_folder, write_atomically
+from .._log import log_once
+from .._processor import cpu_name, fingerprint
+from .._version import __version__
+
+_QUIET_ROUNDS = 4  # in which no time falls
+_FELL = 0.97  # a time below this share of the least before has fallen
+_MOST_SECONDS = 0.5  # for one try, but at least two rounds
+_MOST_TRIES = 5
+_AGREE_WITHIN = 0.2  # of the larger of two tries
+_LOCK_SECONDS = 30  # measurements take less; beyond, measure beside the other process rather than wait
+
+_log = logging.getLogger("twell")
+_lock = threading.RLock()  # two threads that measure at once would each measure the other
+_known: dict[str, float] = {}
+_run_file: Path | None = None
+_forked = False
+
+
+def _note_fork() -> None:
+    global _forked, _lock
+    _forked = True
+    _lock = threading.RLock()  # the parent's may have been held by a thread that is not here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> float:
+    """The number called `name` on this CPU: known, kept or measured now.
+
+    measure:    one try, a number >= 0; 0 says that something is of no use here, which is worth a warning.
+    otherwise:  what holds in a forked process, which must not measure (its threads are not there) and where
+                nothing is kept.
+    """
+    value = _known.get(name)
+    if value is not None:
+        return value
+    with _lock:
+        if name in _known:
+            return _known[name]
+        kept = _kept().get(name)
+        if kept is None and _forked:
+            log_once(f"running dense in a forked process: it cannot measure the CPU ({name})")
+            return otherwise
+        return _learn(name, _measure_alone(name, measure) if kept is None else kept)
+
+
+def measure_again(name: str, measure: Callable[[], float]) -> float:
+    """`measured`, whatever is known or kept; the new number replaces that."""
+    with _lock:
+        value = agreeing(measure, _MOST_TRIES)
+        _keep(name, value)
+        return _learn(name, value)
+
+
+def agreeing(measure: Callable[[], float], most_tries: int = _MOST_TRIES) -> float:
+    """The middle of two tries in a row that agree, or the median of `most_tries` that do not."""
+    tries = [measure()]
+    while len(tries) < most_tries:
+        tries.append(measure())
+        one, other = tries[-2:]
+        if abs(one - other) <= _AGREE_WITHIN * max(one, other):
+            return (one + other) / 2
+    return median(tries)
+
+
+def least_seconds(*runs: Callable[[], float]) -> list[float]:
+    """The least seconds that each of `runs` returns, taken in turns until none of them falls any more.
+
+    What else the machine does only ever adds to a time, so the least is what an idle machine would take.
+    """
+    least = [float("inf")] * len(runs)
+    begun, quiet = time.perf_counter(), 0
+    while quiet < _QUIET_ROUNDS and (time.perf_counter() - begun < _MOST_SECONDS or quiet == 0):
+        times = [run() for run in runs]
+        fell = any(new < _FELL * old for new, old in zip(times, least, strict=True))
+        least = [min(pair) for pair in zip(times, least, strict=True)]
+        quiet = 0 if fell else quiet + 1
+    return least
+
+
+@contextmanager
+def choices_kept_in(path: Path, *, write: bool = True) -> Iterator[None]:
+    """Go by the measurements in `path` while inside, and add to it what else is asked for.
+
+    Numbers of another CPU or other versions in `path` are left alone and not used.
+    write: False reads only, as all but one of several processes should.
+    """
+    global _run_file
+    before = dict(_known), _run_file
+    with _lock:
+        _known.clear()
+        _known.update(_read(path).get(_machine(), {}))
+        _run_file = path if write else None
+    try:
+        yield
+    finally:
+        with _lock:
+            _known.clear()
+            _known.update(before[0])
+            _run_file = before[1]
+
+
+def forget() -> None:
+    """Drop what this process knows (tests); what is kept on disk stays."""
+    with _lock:
+        _known.clear()
+
+
+def probe_numbers(*shape: int) -> Tensor:
+    """float32 in [0, 1) that leave the caller's random state alone."""
+    return torch.rand(
+        *shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
+    )
+
+
+def measurements_file() -> Path | None:
+    """Where measurements of this CPU are kept; None where there is no place for it."""
+    folder = cache_folder()
+    return None if folder is None else folder / f"cpu-{_machine()}.json"
+
+
+def kept_measurements() -> dict[str, float]:
+    """Every number kept for this CPU, by name."""
+    return dict(_kept())
+
+
+def _measure_alone(name: str, measure: Callable[[], float]) -> float:
+    """Measure while no other process of this user does, unless one of them has found the number meanwhile."""
+    with _only_process():
+        kept = _kept().get(name)
+        if kept is not None:
+            return kept
+        value = agreeing(measure)
+        _log.info("twell: measured this CPU: %s: %.4g", name, value)
+        if value == 0:
+            log_once(
+                f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; if other "
+                "programs were busy meanwhile, measure again with `twell tune --device cpu`"
+            )
+        _keep(name, value)
+        return value
+
+
+@contextmanager
+def _only_process() -> Iterator[None]:
+    path = measurements_file()
+    lock = None
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(f"{path}.lock")
+            lock.acquire(timeout=_LOCK_SECONDS)
+        except (OSError, Timeout):  # a folder that cannot be written to, or a process that does not end
+            lock = None
+    try:
+        yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _learn(name: str, value: float) -> float:
+    _known[name] = value
+    if _run_file is not None:
+        machines = _read(_run_file) | {_machine(): dict(_known)}
+        _write(_run_file, machines)
+    return value
+
+
+def _keep(name: str, value: float) -> None:
+    path = measurements_file()
+    if path is None:
+        return
+    _write(path, {"cpu": cpu_name(), _machine(): _kept() | {name: value}})
+
+
+def _write(path: Path, content: dict[str, object]) -> None:
+    try:
+        write_atomically(path, json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        log_once(f"measurements of this CPU cannot be kept ({error}): every process measures it again")
+
+
+def _kept() -> dict[str, float]:
+    path = measurements_file()
+    return {} if path is None else _read(path).get(_machine(), {})
+
+
+def _read(path: Path) -> dict[str, dict[str, float]]:
+    """machine -> name -> number; empty where there is no file, or none that can be read."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(stored, dict):
+        return {}
+    return {
+        machine: {name: float(value) for name, value in numbers.items() if _is_number(value)}
+        for machine, numbers in stored.items()
+        if isinstance(numbers, dict)
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _machine() -> str:
+    return fingerprint(str(torch.__version__), __version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))

@@ -1,0 +1,63 @@
+"""Where sparse stops paying on the CPU at hand, measured on purpose and kept for automatic plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.cpu_choice import MANY_TOKENS, PROBE_BUCKETS, remeasure, sparse_can_pay
+from ..kernels.cpu_multiply import FEW_TOKENS
+from ..kernels.cpu_multiply import remeasure as remeasure_form
+from ..kernels.cpu_weights import CpuSite
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class CpuLimits(NamedTuple):
+    """What automatic plans go by from `tokens` tokens on.
+
+    row:    the share of active neurons up to which the row path is taken.
+    block:  whether blocks of tokens that share few neurons take the block path; None for too few tokens.
+    """
+
+    dtype: torch.dtype
+    tokens: int
+    row: float
+    block: bool | None
+
+
+def tune_cpu(
+    hidden: int,
+    neurons: int,
+    *,
+    gated: bool = True,
+    report: Callable[[CpuLimits], None] | None = None,
+) -> list[CpuLimits]:
+    """Limits of a block of this size in every dtype in which sparse execution may pay, kept for this CPU.
+
+    report: called with each as it is found.
+    """
+    found = []
+    threads = torch.get_num_threads()
+    for tokens in (count for count in PROBE_BUCKETS if count <= FEW_TOKENS):
+        remeasure_form(tokens, neurons, hidden, threads)
+    for dtype in DTYPES:
+        for tokens in PROBE_BUCKETS:
+            site = CpuSite(
+                tokens=tokens,
+                hidden=hidden,
+                neurons=neurons,
+                dtype=dtype,
+                gated=gated,
+                neuron_major_down=True,
+                threads=threads,
+            )
+            if not sparse_can_pay(site):
+                continue  # dense, whatever the limits are
+            row, block = remeasure(site)
+            found.append(CpuLimits(dtype, tokens, row, block if tokens >= MANY_TOKENS else None))
+            if report is not None:
+                report(found[-1])
+    return found
