@@ -1,4 +1,4 @@
-"""Settings of the whole suite: a CPU that survives it, fixed choices, Triton's interpreter, Hypothesis' effort."""
+"""Settings of the whole suite: a CPU that survives it, fixed choices, Triton's interpreter, Hypothesis."""
 
 import os
 import tempfile

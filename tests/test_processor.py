@@ -169,8 +169,8 @@ def test_importing_the_library_applies_what_is_kept(cpu, tmp_path):
     del os.environ["ONEDNN_MAX_CPU_ISA"]
     code = f"""
 import builtins, os
-opened = builtins.open
-builtins.open = lambda path, *a, **k: opened({str(tmp_path / "cpuinfo")!r} if path == "/proc/cpuinfo" else path, *a, **k)
+opened, instead = builtins.open, {str(tmp_path / "cpuinfo")!r}
+builtins.open = lambda path, *a, **k: opened(instead if path == "/proc/cpuinfo" else path, *a, **k)
 import twell
 print(os.environ.get("ONEDNN_MAX_CPU_ISA"))
 """

@@ -1,8 +1,8 @@
 """Which CPU this is, and whether its 16-bit matrix units work.
 
-Some virtual machines name AMX and kill the process that executes it: stock PyTorch's 16-bit products then end
-with SIGILL, or fail to create a primitive. A child process finds out, its answer is kept per boot and CPU, and
-oneDNN is capped before its first product. oneDNN reads the cap once, so set it before anything is multiplied.
+Some virtual machines name AMX and kill the process that executes it: stock PyTorch's 16-bit products then
+end with SIGILL, or fail to create a primitive. A child process finds out, its answer is kept per boot and CPU,
+and oneDNN is capped before its first product: it reads the cap once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ._files import cache_folder, write_atomically
 CAP_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _OLD_CAP_VARIABLE = "DNNL_MAX_CPU_ISA"
 
-# Tried in turn until the products survive. The first leaves everything but AMX: it is what such machines need.
+# Tried in turn until the products survive. The first leaves everything but AMX: such machines need no more.
 CAPS = ("AVX512_CORE_FP16", "AVX512_CORE", "AVX2")
 _NOTHING_HELPS = "nothing helps"
 _TRIAL_SECONDS = 120

@@ -2,8 +2,8 @@
 
 At D 1024, H 4096 in fp32 the row path breaks even near 15% active neurons on 2 Zen 3 cores and near 7% on 16
 Sapphire Rapids cores. So the limits are measured (`cpu_probe`) the first time a call of their kind (dtype,
-layout, size, threads) has to choose: 0.1 to 0.5 s on an idle machine. Paths round differently in the last bit;
-name one in a `Plan` where results must not depend on the machine.
+layout, size, threads) has to choose: 0.1 to 0.5 s on an idle machine. Paths round differently in the last
+bit; name one in a `Plan` where results must not depend on the machine.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .cpu_weights import CpuSite, WeightViews
 # Sapphire Rapids cores 180), multiplies at 60 GFLOP/s (139 and 900 in all).
 _READ_BYTES_PER_CORE = 10e9
 _FLOPS_PER_CORE = 60e9
-# The least that there must be to save. Looking costs 60 us a call (D 256, H 1024, 64 tokens, 2 Zen 3 cores), which
-# must not slow a block that turns out dense by more than 5%: 1.2 ms in all, of which a gated block saves two thirds.
+# The least that there must be to save. Looking costs 60 us a call (D 256, H 1024, 64 tokens, 2 Zen 3 cores),
+# which must not slow a block that turns out dense by more than 5%: 1.2 ms in all, of which a gated block may
+# save two thirds.
 _WORTH_LOOKING_SECONDS = 0.8e-3
 
 _LIMIT_CEILING = 0.25  # the probes end at 10%: do not extrapolate far beyond
 _MARGIN = 0.9  # a sparse path must be expected to take at most this share of the dense time
-# Probes run at the largest powers of two up to a block's sizes, within these: a larger block's limits are as high.
+# Probes run at the largest powers of two up to a block's sizes, within these.
 _PROBE_HIDDEN, _PROBE_NEURONS = (128, 2048), (256, 4096)
 _PROBE_DENSITIES = (0.01, 0.1)
 PROBE_UNION = 0.25  # share of neurons that the block path is probed with

@@ -3,8 +3,8 @@
 fp32, [M, 1024] x [1024, 4096], 2 Zen 3 cores, cold weights: F.linear (MKL) against oneDNN's matrix-vector
 product for 1 token: 1.10 / 0.79 ms; against (W x^T)^T for M 4: 2.1 / 0.7 ms, 16: 2.8 / 1.5, 64: 5.9 / 4.1. At
 D 256, H 1024, and on 16 Sapphire Rapids cores at any size, the same forms are slower than F.linear; on some
-Intel CPUs they round worse (D 1000, 24 neurons: 2.0 times F.linear's error in the median, 3.2 at most). So each
-form is tried at the shape of the weight, for speed and for accuracy.
+Intel CPUs they round worse (D 1000, 24 neurons: 2.0 times F.linear's error in the median, 3.2 at most). So
+each form is tried at the shape of the weight, for speed and for accuracy.
 """
 
 from __future__ import annotations

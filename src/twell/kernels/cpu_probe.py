@@ -161,8 +161,8 @@ def _measure_alone(name: str, measure: Callable[[], float]) -> float:
         _log.info("twell: measured this CPU: %s: %.4g", name, value)
         if value == 0:
             log_once(
-                f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; if other "
-                "programs were busy meanwhile, measure again with `twell tune --device cpu`"
+                f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; "
+                "if other programs were busy meanwhile, measure again with `twell tune --device cpu`"
             )
         _keep(name, value)
         return value
