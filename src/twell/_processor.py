@@ -1,8 +1,8 @@
 """Which CPU this is, and whether its 16-bit matrix units work.
 
 Some virtual machines name AMX and kill the process that executes it: stock PyTorch's 16-bit products then
-end with SIGILL, or fail to create a primitive. A child process finds out, its answer is kept per boot and CPU,
-and oneDNN is capped before its first product: it reads the cap once.
+end with SIGILL, or fail to create a primitive. A child process finds out, its answer is kept by boot and
+CPU, and oneDNN is capped before its first product: it reads the cap once.
 """
 
 from __future__ import annotations
