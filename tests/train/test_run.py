@@ -234,7 +234,8 @@ def test_dead_neurons_come_back(corpus, tmp_path, monkeypatch):
         return [line[1:] for line in logged(result.folder, "dead", "revived")]
 
     assert dead("without") == [(0.5, 0)] * 8
-    found = dead("with", "recipe.revive_every=4", "recipe.revive_until=8")
+    batch = "recipe.dead_after=128"
+    found = dead("with", "recipe.revive_every=4", "recipe.revive_until=8", batch)
     assert found[2] == (0.5, 0)
     # Revived after step 4, before its log.
     assert [line[1] for line in found] == [0, 0, 0, *[2 * 96 / 2] * 5]
