@@ -16,8 +16,8 @@ ARCHITECTURES = ("llama", "qwen2")
 PRECISIONS = ("float32", "bfloat16", "float16")
 DENSE_ACTIVATIONS = ("silu", "gelu")
 
-# Fewer tokens take rare neurons for dead ones: at the end of preset tiny 40% of the neurons do not fire in a
-# batch of 2,048 tokens, 7% in 40,000 held-out ones.
+# Fewer tokens take rare neurons for dead ones: at the end of preset tiny 20 to 45% of the neurons do not fire
+# in a batch of 2,048 tokens, 5.9% in 40,000 tokens of training, 7.3% in as many held-out ones.
 DEAD_TOKENS = 40_000
 
 
