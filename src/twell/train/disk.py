@@ -57,11 +57,22 @@ def is_full(error: BaseException | None) -> bool:
     return False
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever writes to `path`: if there is no room, say for what."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise OSError(errno.ENOSPC, f"no space left to write {path}") from error
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a small file in one piece: readers find the old content or the new, also after a crash."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with temporary.open("w", encoding="utf-8") as out:
+        with writing(path), temporary.open("w", encoding="utf-8") as out:
             out.write(text)
             out.flush()
             os.fsync(out.fileno())

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from .._log import log_once
-from .disk import write_whole
+from .disk import write_whole, writing
 
 _END = "end"
 
@@ -65,7 +65,7 @@ class MetricsFile(TrainerCallback):
         if _place(line) in self._written:
             _rewrite(self.path, [old for old in read_metrics(self.path) if _place(old) != _place(line)])
         self._written.add(_place(line))
-        with self.path.open("a") as out:
+        with writing(self.path), self.path.open("a") as out:
             out.write(json.dumps(line) + "\n")
 
 
