@@ -40,6 +40,9 @@ def test_the_demo_trains_checks_times_and_writes(tmp_path):
     assert result.exit_code == 0
     assert "same next token as dense" in result.output
     found = json.loads((out / "demo.json").read_text())
+    shown = " ".join(result.output.split())
+    assert f"dead {found['held_out_dead']:.1%} in {found['held_out_dead_window']:,} tokens" in shown
+    assert f"{found['dead']:.1%} in {found['dead_window']:,} tokens" in shown
     assert found["steps"] == 10
     assert len(found["speedups"]) == 4
     assert all(value > 0 for value in found["speedups"].values())

@@ -28,6 +28,7 @@ def test_two_processes_equal_one_and_resume(tmp_path):
         "train.save_every=3",
         "train.eval_every=3",
         "recipe.revive_every=2",
+        "recipe.dead_after=128",
         "model.activation=fatrelu(0.3)",
     )
     (tmp_path / "run.yaml").write_text(to_yaml(config))

@@ -35,7 +35,34 @@ class TestFiringTracker:
         assert tracker.active_per_token() == [7 / 25, 2 / 25]
         assert tracker.active_per_token() is None
         assert [dead.tolist() for dead in tracker.dead(after=25)] == [[False] * 3, [True, False]]
-        assert tracker.dead_shares(after=5) == [pytest.approx(2 / 3), 1.0]
+        assert tracker.dead_shares(after=5) == ([pytest.approx(2 / 3), 1.0], 5)
+
+    def test_the_share_of_dead_neurons_is_that_of_a_window(self):
+        """Three neurons: one fires in every step, one in every third, one never."""
+        tracker = FiringTracker([3])
+        assert tracker.dead_shares(after=30) == ([0.0], 0)
+        found = []
+        for step in range(1, 7):
+            tracker.add([torch.tensor([5, int(step % 3 == 1), 0])], tokens=10)
+            tracker.finish_step()
+            found.append([tracker.dead_shares(after) for after in (10, 30)])
+        one, two = pytest.approx(1 / 3), pytest.approx(2 / 3)
+        by_batch = [([one], 10), ([two], 10), ([two], 10)] * 2
+        assert [last for last, _ in found] == by_batch
+        windows = [10, 20, 30, 30, 30, 30]  # shorter while there were not as many tokens
+        assert [last for _, last in found] == [([one], window) for window in windows]
+        assert tracker.dead_shares() == ([one], 60)
+
+    def test_a_window_survives(self):
+        tracker, other = FiringTracker([2]), FiringTracker([2])
+        tracker.add([torch.tensor([1, 0])], tokens=3)
+        tracker.finish_step()
+        state = tracker.state_dict()
+        other.load_state_dict(state)
+        assert other.dead_shares(100) == ([0.5], 3)
+        del state["seen"]  # as earlier versions saved it
+        other.load_state_dict(state)
+        assert other.dead_shares(100) == ([0.5], 3)
 
     def test_state_survives(self):
         tracker, other = FiringTracker([2]), FiringTracker([2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import multiprocessing
 import os
@@ -84,6 +85,8 @@ def test_what_a_run_leaves(whole, corpus):
     assert summary["steps"] == 12
     assert summary["tokens"] == 12 * 4 * 32
     assert 0 < summary["held_out_nnz"] < 96
+    assert summary["dead_window"] == summary["tokens"]
+    assert summary["held_out_dead_window"] // 32 == summary["held_out_dead_window"] / 32 > 1
     model = AutoModelForCausalLM.from_pretrained(whole / "model")
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     tokens = tokenizer("import torch", return_tensors="pt").input_ids
@@ -97,6 +100,9 @@ def test_eval_of_a_run_is_what_the_run_found(whole, tmp_path):
     found, summary = json.loads(out.read_text()), json.loads((whole / "summary.json").read_text())
     assert found["cross_entropy"] == pytest.approx(summary["held_out_ce_loss"], rel=1e-5)
     assert sum(found["l0"]) / 2 == pytest.approx(summary["held_out_nnz"], rel=1e-5)
+    assert sum(found["silent"]) / 2 == pytest.approx(summary["held_out_dead"])
+    assert found["tokens"] == summary["held_out_dead_window"]
+    assert f"dead in {found['tokens']:,}" in " ".join(result.output.split())
     with pytest.raises(ValueError, match=r"out: got .*; accepted: a new file"):
         CliRunner().invoke(app, ["eval", str(whole), "--out", str(out)], catch_exceptions=False)
 
@@ -234,11 +240,31 @@ def test_dead_neurons_come_back(corpus, tmp_path, monkeypatch):
         return [line[1:] for line in logged(result.folder, "dead", "revived")]
 
     assert dead("without") == [(0.5, 0)] * 8
-    found = dead("with", "recipe.revive_every=4", "recipe.revive_until=8")
+    batch = "recipe.dead_after=128"
+    found = dead("with", "recipe.revive_every=4", "recipe.revive_until=8", batch)
     assert found[2] == (0.5, 0)
     # Revived after step 4, before its log.
     assert [line[1] for line in found] == [0, 0, 0, *[2 * 96 / 2] * 5]
     assert found[-1][0] < 0.1
+
+
+def test_dead_neurons_are_counted_over_the_window_that_is_shown(corpus, tmp_path):
+    """Not over the last batch: who fires in one of the last two is alive."""
+    out, found = io.StringIO(), {}
+    for batches in (1, 2):
+        settings = ("train.steps=4", f"recipe.dead_after={batches * 128}", "model.activation=fatrelu(0.3)")
+        result = train(small_run(corpus, *settings), tmp_path / f"{batches}", console=Console(file=out))
+        found[batches] = [line[1:] for line in logged(result.folder, "dead", "dead_window")]
+    assert [window for _, window in found[1]] == [128] * 4
+    assert [window for _, window in found[2]] == [128, 256, 256, 256]
+    assert found[1][0] == found[2][0]
+    assert all(two < one for (one, _), (two, _) in zip(found[1][1:], found[2][1:], strict=True))
+    share = found[2][-1][0]
+    assert f"dead {share:.1%} in 256 tokens" in out.getvalue()
+    held_out = (
+        f"dead {result.summary['held_out_dead']:.1%} in {result.summary['held_out_dead_window']:,} tokens"
+    )
+    assert held_out in out.getvalue()
 
 
 def test_a_dense_checkpoint_becomes_sparse(corpus, tmp_path):

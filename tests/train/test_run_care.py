@@ -5,9 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 import signal
 
+import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
@@ -15,7 +15,9 @@ pytest.importorskip("datasets")
 
 from rich.console import Console
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from twell.cli.app import app
 from twell.cli.train import run_train
 from twell.evaluation import load_model
 from twell.train.checkpoints import fault, newest_whole
@@ -207,20 +209,69 @@ def test_settings_that_a_checkpoint_contradicts(corpus, tmp_path):
         ("model.gated=false", r"model.gated: got False"),
         ("model.architecture=qwen2", r"model.architecture: got 'qwen2'; accepted: 'llama'"),
     ]:
-        shutil.rmtree(tmp_path / "new", ignore_errors=True)
         with pytest.raises(ValueError, match=message):
             train(small_run(corpus, setting, start), tmp_path / "new", console=QUIET)
+        assert not (tmp_path / "new").exists()  # before anything was done
     with pytest.raises(ValueError, match=r"train.precision: got 'float16' without a GPU"):
         train(small_run(corpus, "train.precision=float16"), tmp_path / "half", console=QUIET)
 
 
-def test_a_single_text_trains_without_evaluation(tmp_path):
-    text = tmp_path / "one.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 400)
+def test_a_single_text_has_an_end_to_evaluate_on(tmp_path):
+    text = tmp_path / "one.md"
+    text.write_text("".join(f"def f{i}(x):\n    return x + {i * i}\n" for i in range(400)))
     config = small_run(text, "train.steps=1", "train.eval_every=1")
     result = train(config, tmp_path / "run", console=QUIET)
-    assert result.finished
+    assert result.summary["held_out_ce_loss"] > 0
+    out = tmp_path / "found.json"
+    arguments = ["eval", str(tmp_path / "run"), "--verify", "--out", str(out)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    found = json.loads(out.read_text())
+    assert found["cross_entropy"] == pytest.approx(result.summary["held_out_ce_loss"], rel=1e-5)
+
+
+def test_a_run_that_holds_nothing_out_says_so(corpus, tmp_path):
+    result = train(small_run(corpus, "train.steps=1", "data.held_out=0"), tmp_path / "run", console=QUIET)
     assert result.summary["held_out_ce_loss"] is None
+    with pytest.raises(ValueError, match=r"model: got .*, a run that has held no text out; accepted: --text"):
+        CliRunner().invoke(app, ["eval", str(tmp_path / "run")], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("content", [b"[]", b'{"files": {}}', b"\xff"])
+def test_a_damaged_manifest_is_no_obstacle(stopped, content, caplog):
+    config, folder = stopped
+    (folder / "checkpoint-3" / "manifest.json").write_bytes(content)
+    out = io.StringIO()
+    assert train(config, folder, resume=True, console=Console(file=out)).finished
+    assert "resuming from checkpoint-2" in out.getvalue()
+    assert "checkpoint-3 is left out: its manifest.json cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
+def test_files_that_a_full_disk_has_left_are_no_obstacle(stopped, content):
+    config, folder = stopped
+    (folder / "data.json").write_text(content)
+    assert train(config, folder, resume=True, console=QUIET).finished
+    summary = json.loads((folder / "summary.json").read_text())
+    identity = json.loads((folder / "data.json").read_text())["identity"]
+    (folder / "summary.json").write_text(content)
+    again = train(config, folder, resume=True, console=QUIET)
+    assert again.finished
+    assert json.loads((folder / "summary.json").read_text()) == again.summary
+    timeless = {key: value for key, value in summary.items() if key != "tokens_per_second"}
+    assert again.summary.items() >= timeless.items()
+    assert json.loads((folder / "data.json").read_text())["identity"] == identity
+
+
+def test_other_tokens_are_not_trained_on(stopped):
+    """Reversed in place: the size stays."""
+    config, folder = stopped
+    (tokens,) = (folder.parent / "cache").rglob("train-00000.bin")
+    data = np.fromfile(tokens, dtype="<u2")
+    data[::-1].tofile(tokens)
+    with pytest.raises(ValueError, match=r"train-00000\.bin, whose contents have.*; accepted: .* remove"):
+        train(config, folder, resume=True, console=QUIET)
+    with pytest.raises(ValueError, match=r"train-00000\.bin, whose contents have changed"):
+        train(config, folder.parent / "new", console=QUIET)
 
 
 def test_an_unfinished_run_can_be_looked_at(stopped):

@@ -92,11 +92,12 @@ def train(
     config: Annotated[Path | None, Option(help="A YAML file of settings.")] = None,
     out: Annotated[Path | None, Option(help="The run's folder, new or empty; runs/PRESET without.")] = None,
     resume: Annotated[Path | None, Option(help="Go on with the run in this folder.")] = None,
+    verify: Annotated[bool, Option("--verify", help="Check the contents of all token files.")] = False,
 ) -> None:
     """Train a sparse language model; alone, or under torchrun or `accelerate launch`."""
     from .train import run_train
 
-    run_train(overrides=overrides or [], preset=preset, config=config, out=out, resume=resume)
+    run_train(overrides=overrides or [], preset=preset, config=config, out=out, resume=resume, verify=verify)
 
 
 @app.command("eval")
@@ -115,6 +116,7 @@ def evaluate(
     limit: Annotated[int | None, Option(min=1, help="Examples per task.")] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[Path | None, Option(help="A JSON file for the results.")] = None,
+    verify: Annotated[bool, Option("--verify", help="Check the contents of a run's token files.")] = False,
 ) -> None:
     """Cross-entropy, perplexity and sparsity by layer, on what a run has held out or on other text; tasks."""
     from .evaluate import run_eval
@@ -130,6 +132,7 @@ def evaluate(
         limit=limit,
         dtype=dtype,
         out=out,
+        verify=verify,
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -16,6 +17,7 @@ from ..measure import Timing, compare
 from ..nn import SparseMLP
 from ..plan import Plan
 from ..report.plots import speedup_bars, training_curves
+from .train import INTERRUPTED, stopping_at_once
 
 _REPETITIONS = 9
 _DECODED = 32  # tokens of a timed generation
@@ -25,6 +27,7 @@ _PROMPT = "def read_file(path):\n    "
 def run_demo(*, output: Path, overrides: list[str]) -> None:
     """Train, plot, reload, check, time, generate; everything is written to `output`."""
     from ..evaluation import load_model
+    from ..train.disk import write_json
     from ..train.folder import METRICS
     from ..train.metrics import read_metrics
     from ..train.presets import preset
@@ -39,10 +42,11 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
         reject(
             "model.activation", repr(config.model.activation), "relu, relu2 or fatrelu(T): the demo is sparse"
         )
-    result = train(config, run, console=console)
+    with stopping_at_once(run, console):
+        result = train(config, run, console=console)
     if not result.finished:
         console.print(f"stopped; to go on: twell train --resume {run}", highlight=False)
-        return
+        raise typer.Exit(INTERRUPTED)
     logs = [line for line in read_metrics(run / METRICS) if "ce_loss" in line]
     _show_training(console, logs, result.summary)
     subtitle = f"preset tiny, {result.summary['parameters'] / 1e6:.1f}M parameters, CPU"
@@ -81,7 +85,7 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
         )
     console.print(tokenizer.decode(written[0]), markup=False, highlight=False)
     found = result.summary | {"speedups": speedups}
-    (output / "demo.json").write_text(json.dumps(found, indent=1) + "\n")
+    write_json(output / "demo.json", found)
     console.print(f"\nplots: {output / 'training.png'}, {output / 'speedup.png'}\nmodel: {run / 'model'}")
 
 
@@ -95,6 +99,8 @@ def _new_folder(output: Path) -> Path:
 
 
 def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
+    from ..train.progress import dead_of
+
     table = Table("tokens", "cross-entropy", "active per token", "dead", "tokens/s")
     rows = [logs[round(i * (len(logs) - 1) / 5)] for i in range(6)] if len(logs) > 6 else logs
     for line in rows:
@@ -102,13 +108,13 @@ def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
             f"{line['tokens']:,}",
             f"{line['ce_loss']:.3f}",
             f"{line['nnz']:.1f}",
-            f"{line['dead']:.1%}",
+            dead_of(line).removeprefix("dead "),
             f"{line['tokens_per_second']:,.0f}",
         )
     console.print(table)
     console.print(
         f"held-out: cross-entropy {summary['held_out_ce_loss']:.3f}, "
-        f"{summary['held_out_nnz']:.1f} active neurons per token",
+        f"{summary['held_out_nnz']:.1f} active neurons per token, {dead_of(summary, 'held_out_')}",
         highlight=False,
     )
 

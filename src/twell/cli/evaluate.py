@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +25,11 @@ def run_eval(
     limit: int | None,
     dtype: str,
     out: Path | None,
+    verify: bool = False,
 ) -> None:
     from ..train.checkpoints import find_model
     from ..train.data import DataConfig
+    from ..train.disk import write_json
 
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
@@ -37,7 +38,7 @@ def run_eval(
     from ..evaluation.tasks import evaluate_tasks
     from ..train.data.sources import documents
 
-    held_out = _held_out_of(model) if not text and not tasks else None
+    held_out = _held_out_of(model, verify=verify) if not text and not tasks else None
     if held_out is None and not text and not tasks:
         reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or the folder of a run")
     console = Console()
@@ -82,11 +83,11 @@ def run_eval(
             table.add_row(name, f"{score:.1%}")
         console.print(table)
     if out is not None:
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(out, found)
 
 
-def _held_out_of(folder: str) -> Iterator[list[int]] | None:
-    """The windows that a run has held out; None if `folder` is no run, or holds none out."""
+def _held_out_of(folder: str, *, verify: bool) -> Iterator[list[int]] | None:
+    """The windows that a run has held out; None if `folder` is no run."""
     from ..train.data import prepare
     from ..train.folder import CONFIG
     from ..train.settings import read_settings, run_config
@@ -94,19 +95,20 @@ def _held_out_of(folder: str) -> Iterator[list[int]] | None:
     path = Path(folder) / CONFIG
     if not path.is_file():
         return None
-    dataset = prepare(run_config(read_settings(path)).data).held_out
+    dataset = prepare(run_config(read_settings(path)).data, verify=verify).held_out
     if dataset is None:
-        return None
+        reject("model", f"{folder}, a run that has held no text out", "--text PATH beside it")
     return (dataset[place]["input_ids"].tolist() for place in range(len(dataset)))
 
 
 def _show_layers(console: Console, result) -> None:
-    table = Table("layer", "active per token", "of", "L1", "never fired here")
+    table = Table("layer", "active per token", "of", "L1", f"dead in {result.tokens:,} tokens")
     for layer, values in enumerate(zip(result.l0, result.neurons, result.l1, result.silent, strict=True)):
         l0, neurons, l1, silent = values
         table.add_row(
             str(layer), f"{l0:.1f}", f"{neurons:,} ({l0 / neurons:.2%})", f"{l1:.3g}", f"{silent:.1%}"
         )
     mean = sum(result.l0) / len(result.l0)
-    table.add_row("mean", f"{mean:.1f}", "", f"{sum(result.l1) / len(result.l1):.3g}", "")
+    dead = sum(result.silent) / len(result.silent)
+    table.add_row("mean", f"{mean:.1f}", "", f"{sum(result.l1) / len(result.l1):.3g}", f"{dead:.1%}")
     console.print(table)

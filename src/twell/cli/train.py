@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -9,6 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from .._checks import reject
+
+INTERRUPTED = 130  # what a shell says of Ctrl-C: nothing that follows should run
+_PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 def run_train(
@@ -18,6 +23,7 @@ def run_train(
     config: Path | None,
     out: Path | None,
     resume: Path | None,
+    verify: bool = False,
 ) -> None:
     from ..train.folder import CONFIG
     from ..train.presets import preset as preset_settings
@@ -45,24 +51,43 @@ def run_train(
     from ..train.run import train  # once settings are valid: transformers takes seconds to import
 
     console = Console()
-    result = train(settings, folder, resume=resume is not None, console=console)
+    with stopping_at_once(folder, console):
+        result = train(settings, folder, resume=resume is not None, verify=verify, console=console)
     if not is_first():
         return
-    plain = {"highlight": False, "markup": False, "soft_wrap": True}
     if not result.finished:
         step = result.summary["step"]
-        console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", **plain)
-        raise typer.Exit(130)  # what a shell says of Ctrl-C: nothing that follows should run
+        console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", **_PLAIN)
+        raise typer.Exit(INTERRUPTED)
     table = Table("", "", show_header=False)
     for name, value in result.summary.items():
         if value is not None:
             table.add_row(name, _shown(name, value))
     console.print(table)
-    console.print(f"model: {folder / 'model'}", **plain)
+    console.print(f"model: {folder / 'model'}", **_PLAIN)
+
+
+@contextmanager
+def stopping_at_once(folder: Path, console: Console) -> Iterator[None]:
+    """Around a run: say what a Ctrl-C that does not wait for a step has left, then exit."""
+    from ..train.checkpoints import newest_finished, step_of
+    from ..train.folder import CONFIG
+    from ..train.processes import is_first
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not is_first():
+            raise typer.Exit(INTERRUPTED) from None
+        last = newest_finished(folder)
+        kept = "no step was saved" if last is None else f"step {step_of(last)} is saved in {last}"
+        again = f"; to go on: twell train --resume {folder}" if (folder / CONFIG).is_file() else ""
+        console.print(f"stopped at once; {kept}{again}", **_PLAIN)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _shown(name: str, value: float) -> str:
-    if name == "dead":
+    if name in ("dead", "held_out_dead"):
         return f"{value:.1%}"
     if isinstance(value, int) or value >= 1000:
         return f"{value:,.0f}"

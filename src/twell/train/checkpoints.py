@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Any
 
 from .._checks import is_local, reject
+from .disk import digest_of, write_json
 
 MANIFEST = "manifest.json"
 MODEL = "model"
 _CONFIG = "config.json"
+_ENTRY = {"bytes": int, "blake2b": str}  # of a file in the manifest
 _FOLDER = re.compile(r"^checkpoint-(\d+)$")
 _log = logging.getLogger("twell")
 
@@ -42,35 +44,60 @@ def write_manifest(folder: Path) -> None:
     """Declare `folder` complete. Everything in it is on the disk before the manifest is."""
     files = {}
     for path in _files(folder):
-        files[str(path.relative_to(folder))] = {
+        files[path.relative_to(folder).as_posix()] = {
             "bytes": path.stat().st_size,
-            "blake2b": _hash(path, sync=True),
+            "blake2b": digest_of(path, flush=True),
         }
-    temporary = folder / f".{MANIFEST}.part"
-    with temporary.open("w") as out:
-        json.dump({"files": files}, out, indent=1)
-        out.flush()
-        os.fsync(out.fileno())
-    temporary.replace(folder / MANIFEST)
+    write_json(folder / MANIFEST, {"files": files, "blake2b": _digest(files)})
 
 
 def fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is whole."""
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = _manifest(json.loads((folder / MANIFEST).read_bytes()))
     except FileNotFoundError:
         return f"it has no {MANIFEST}: it was not finished"
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         return f"its {MANIFEST} cannot be read: {error}"
     for name, known in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != known["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes instead of {known['bytes']}"
-        if _hash(path) != known["blake2b"]:
-            return f"{name} is damaged"
+        try:
+            problem = _file_fault(folder / name, **known)
+        except (ValueError, OSError) as error:  # a name that no file can have, a disk that does not read
+            problem = f"cannot be read: {error}"
+        if problem is not None:
+            return f"{name} {problem}"
     return None
+
+
+def _manifest(content: Any) -> dict[str, dict[str, Any]]:
+    """The files that a manifest lists; a ValueError if it is not as it was written."""
+    if not isinstance(content, dict) or not content.keys() <= {"files", "blake2b"}:
+        raise ValueError("not a manifest")
+    files = content.get("files")
+    if not isinstance(files, dict) or not files:
+        raise ValueError("it lists no files")
+    for name, known in files.items():
+        if not isinstance(known, dict) or {k: type(v) for k, v in known.items()} != _ENTRY:
+            raise ValueError(f"what it says of {name!r} is damaged")
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise ValueError(f"{name!r} is outside of the checkpoint")
+    # Manifests of earlier versions have no digest of their own.
+    if "blake2b" in content and content["blake2b"] != _digest(files):
+        raise ValueError("its own digest is another")
+    return files
+
+
+def _file_fault(path: Path, *, bytes: int, blake2b: str) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    if path.stat().st_size != bytes:
+        return f"has {path.stat().st_size} bytes instead of {bytes}"
+    return None if digest_of(path) == blake2b else "is damaged"
+
+
+def _digest(files: dict[str, dict[str, Any]]) -> str:
+    """Of the entries of a manifest: names, sizes and digests in it could be damaged, too."""
+    return hashlib.blake2b(json.dumps(files, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def newest_whole(run: Path) -> Path | None:
@@ -81,6 +108,12 @@ def newest_whole(run: Path) -> Path | None:
             return folder
         _log.warning("checkpoint %s is left out: %s", folder, problem)
     return None
+
+
+def newest_finished(run: Path) -> Path | None:
+    """The newest checkpoint that was saved to its end; nobody has looked whether it still is whole."""
+    finished = [folder for folder in checkpoints(run) if (folder / MANIFEST).is_file()]
+    return max(finished, key=step_of, default=None)
 
 
 def drop_old(run: Path, keep: int) -> None:
@@ -110,13 +143,3 @@ def step_of(folder: Path) -> int:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
-
-
-def _hash(path: Path, sync: bool = False) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        while part := file.read(1 << 22):
-            digest.update(part)
-        if sync:
-            os.fsync(file.fileno())
-    return digest.hexdigest()

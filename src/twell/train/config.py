@@ -16,6 +16,10 @@ ARCHITECTURES = ("llama", "qwen2")
 PRECISIONS = ("float32", "bfloat16", "float16")
 DENSE_ACTIVATIONS = ("silu", "gelu")
 
+# Fewer tokens take rare neurons for dead ones: at the end of preset tiny 20 to 45% of the neurons do not fire
+# in a batch of 2,048 tokens, 5.9% in 40,000 tokens of training, 7.3% in as many held-out ones.
+DEAD_TOKENS = 40_000
+
 
 def _positive(section: str, config: Any, *names: str) -> None:
     for name in names:
@@ -98,7 +102,8 @@ class RecipeConfig:
 
     l1:             weight of the L1 penalty, lambda; 2e-5 is the paper's.
     l1_start, l1_end:  no penalty until step l1_start, then a linear ramp, full from l1_end on.
-    dead_after:     tokens without firing after which a neuron counts as dead; None: one global batch.
+    dead_after:     tokens without firing after which a neuron counts as dead; None: 40,000, or one global
+                    batch where that is more.
     revive_every:   steps between revivals of dead neurons: their gate rows are drawn again and their
                     optimiser state is cleared. 0: never.
     revive_until:   step from which no neuron is revived any more; None: not in the last tenth of the run.
@@ -198,7 +203,7 @@ class RunConfig:
 
     @property
     def dead_after(self) -> int:
-        return self.recipe.dead_after or self.tokens_per_step
+        return self.recipe.dead_after or max(self.tokens_per_step, DEAD_TOKENS)
 
     @property
     def revive_until(self) -> int:

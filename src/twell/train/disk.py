@@ -1,36 +1,125 @@
-"""A disk that fills up while something is saved."""
+"""Files on a disk that may fill up or lose power: small ones are whole or absent, large ones are checked."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
+import os
+import re
 import shutil
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from .._log import log_once
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+# Writers in C++ and Rust raise errors of their own. Seen on a full tmpfs: torch.save says "basic_ios::clear:
+# iostream error" or "inline_container.cc: unexpected pos", safetensors "I/O error: ... (os error 28)".
+_FULL = re.compile(
+    r"no space left|disk quota exceeded|storagefull|iostream error|inline_container.*unexpected pos"
+    rf"|(?:os error|errno) (?:{'|'.join(map(str, NO_SPACE))})\b",
+    re.IGNORECASE | re.DOTALL,
+)
+_BLOCK_BYTES = 1 << 22
 
 
 @contextmanager
-def saving(folder: Path, what: str, then: Callable[[], str]) -> Iterator[None]:
-    """Around whatever writes `folder`: if there is no room for it, it is removed and an OSError says so.
+def saving(path: Path, what: str, then: Callable[[], str]) -> Iterator[None]:
+    """Around whatever writes `path`: if there is no room for it, it is removed and an OSError says so.
 
+    path:  a folder, or a file.
     what:  is saved, for the reader.
-    then:  what is left or to be done; asked once the folder is gone.
+    then:  what is left or to be done; asked once the path is gone.
     """
     try:
         yield
     except Exception as error:
-        if not _is_full(error):
+        if not is_full(error):
             raise
-        shutil.rmtree(folder, ignore_errors=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
         raise OSError(errno.ENOSPC, f"no space left to save {what}; {then()}") from error
 
 
-def _is_full(error: BaseException | None) -> bool:
-    """Writers in C++ and Rust raise errors of their own."""
+def is_full(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says that the disk is full."""
     while error is not None:
-        if getattr(error, "errno", None) == errno.ENOSPC or "no space left" in str(error).lower():
-            return True
-        if "inline_container" in str(error) and "unexpected pos" in str(error):  # torch.save
+        if getattr(error, "errno", None) in NO_SPACE or _FULL.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around whatever writes to `path`: if there is no room, say for what."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise OSError(errno.ENOSPC, f"no space left to write {path}") from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file in one piece: readers find the old content or the new, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    try:
+        with writing(path), temporary.open("w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file that a run has written; None without it, or where it is damaged (logged)."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        log_once(f"{path} cannot be read and does not count: {error}")
+        return None
+    if not isinstance(found, dict):
+        log_once(f"{path} cannot be read and does not count: a JSON {type(found).__name__}, no object")
+        return None
+    return found
+
+
+def digest_of(path: Path, *, flush: bool = False) -> str:
+    """BLAKE2b of a file; with `flush` its content is on the disk afterwards."""
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while part := file.read(_BLOCK_BYTES):
+            digest.update(part)
+        if flush:
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Have a file or folder on the disk before going on."""
+    if os.name == "nt":  # folders cannot be opened there, nor files synced that are open for reading
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

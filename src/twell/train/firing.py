@@ -25,6 +25,7 @@ class FiringTracker:
         self._step = torch.zeros(neurons + 1, dtype=torch.int64, device=device)
         self._window = torch.zeros(neurons + 1, dtype=torch.int64, device=device)
         self.silent = torch.zeros(neurons, dtype=torch.int64, device=device)
+        self._seen = torch.zeros((), dtype=torch.int64, device=device)  # tokens since the first step
 
     def add(self, firing: Sequence[Tensor], tokens: int) -> None:
         """Counts of one micro-batch on this process: int64 [H] per layer."""
@@ -39,6 +40,7 @@ class FiringTracker:
         sum_over_all(self._step)
         fired, tokens = self._step[:-1] > 0, self._step[-1]
         self.silent = torch.where(fired, 0, self.silent + tokens)
+        self._seen += tokens
         self._window += self._step
         self._step.zero_()
 
@@ -54,8 +56,14 @@ class FiringTracker:
         """bool [H] per layer: neurons that have been silent for at least `after` tokens."""
         return list((self.silent >= after).split(self.layer_sizes))
 
-    def dead_shares(self, after: int) -> list[float]:
-        return torch.stack([part.double().mean() for part in self.dead(after)]).tolist()
+    def dead_shares(self, after: int | None = None) -> tuple[list[float], int]:
+        """Of every layer the share of neurons that have not fired in the last tokens, and how many those are:
+        `after`, or all while there have not been as many."""
+        window = self._seen if after is None else self._seen.clamp(max=after)
+        silent = (self.silent >= window) & (window > 0)
+        shares = [part.double().mean() for part in silent.split(self.layer_sizes)]
+        *shares, tokens = torch.stack([*shares, window.double()]).tolist()
+        return shares, int(tokens)
 
     def revived(self, layer: int, neurons: Tensor) -> None:
         """Neurons (indices) of a layer that start anew."""
@@ -63,10 +71,12 @@ class FiringTracker:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The same on every process, after `finish_step`."""
-        return {"silent": self.silent.cpu(), "window": self._window.cpu()}
+        return {"silent": self.silent.cpu(), "window": self._window.cpu(), "seen": self._seen.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         if state["silent"].shape != self.silent.shape:
             reject("firing state", f"{state['silent'].numel()} neurons", f"{self.silent.numel()} neurons")
         self.silent.copy_(state["silent"])
         self._window.copy_(state["window"])
+        # Checkpoints of earlier versions do not say; who has been silent longest knows best.
+        self._seen.copy_(state["seen"] if "seen" in state else state["silent"].max())

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 from .._checks import reject
+from .._log import log_once
 from .config import RunConfig
 from .data import Prepared
+from .disk import read_object, write_json, write_whole
 from .settings import read_settings, run_config, to_yaml
 
 try:
@@ -29,6 +31,18 @@ HARMLESS = {
     "data": {"cache"},
 }
 
+_held: list[IO[str]] = []  # locks of this process
+
+
+def _leave_locks_to_parent() -> None:
+    """In a forked process: a data loader that outlives a killed run would go on holding its folder."""
+    while _held:
+        _held.pop().close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_locks_to_parent)
+
 
 @contextmanager
 def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> Iterator[None]:
@@ -44,8 +58,7 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
     folder.mkdir(parents=True, exist_ok=True)
     if not resume and _names(folder) and not (folder / _LOCK).exists():
         reject("out", str(folder), "a new folder, or an empty one")  # before anything is written there
-    with (folder / _LOCK).open("a") as lock:
-        _take(lock, folder, "resume" if resume else "out")
+    with _locked(folder, "resume" if resume else "out"):
         if resume:
             _check_settings(config, folder)
         else:
@@ -53,20 +66,37 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
         yield
 
 
+@contextmanager
+def _locked(folder: Path, argument: str) -> Iterator[None]:
+    """Keep other runs out, until this process ends or leaves the context."""
+    with (folder / _LOCK).open("a") as lock:
+        _take(lock, folder, argument)
+        _held.append(lock)
+        try:
+            yield
+        finally:
+            if lock in _held:  # a forked process has left it already
+                _held.remove(lock)
+                if fcntl is not None:
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # whoever else may have the file open
+
+
 def _take(lock: IO[str], folder: Path, argument: str) -> None:
     if fcntl is None:
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         reject(argument, str(folder), "a folder that no other run is using right now")
+    except OSError as error:  # a network file system without locks
+        log_once(f"{folder} cannot be locked ({error}): nothing keeps a second run out")
 
 
 def _start(config: RunConfig, folder: Path) -> None:
     # What a run leaves that failed before its first step may be written over.
     if _names(folder) - {CONFIG, DATA}:
         reject("out", str(folder), "a new folder, or an empty one; to go on with that run: --resume")
-    (folder / CONFIG).write_text(to_yaml(config))
+    write_whole(folder / CONFIG, to_yaml(config))
     (folder / DATA).unlink(missing_ok=True)
 
 
@@ -106,15 +136,16 @@ def check_data(folder: Path, data: Prepared, source: Any, *, resume: bool, first
         "held_out_documents": data.held_out_documents,
         "identity": _identity(data.folder),
     }
-    if resume and path.exists():
-        if json.loads(path.read_text())["identity"] != now["identity"]:
+    stored = read_object(path) if resume else None
+    if stored is not None and "identity" in stored:
+        if stored["identity"] != now["identity"]:
             reject(
                 "data.source",
                 "other text or another tokenizer than the run began with",
                 "the same: files, their contents and the tokenizer must not change",
             )
     elif first:
-        path.write_text(json.dumps(now, indent=1) + "\n")
+        write_json(path, now)
 
 
 def _identity(tokens: Path) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+
+from .._log import log_once
+from .disk import write_whole, writing
+
+_END = "end"
 
 
 class Pace(TrainerCallback):
@@ -38,40 +42,73 @@ class Pace(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Appends to `path` on the first process; a resumed run goes on behind the step that it resumes from."""
+    """Writes to `path` on the first process, one line per step and kind (log, evaluation, end of training).
+
+    A resumed run goes on behind the step that it resumes from; what it logs again takes the place of the
+    line that was there.
+    """
 
     def __init__(self, path: Path, tokens_per_step: int) -> None:
         self.path, self.tokens_per_step = path, tokens_per_step
+        self._written: set[tuple[int, str]] = set()
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            cut_after(self.path, state.global_step)
+            self._written = {_place(line) for line in cut_after(self.path, state.global_step)}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if state.is_world_process_zero:
-            line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
-            line |= logs or {}
-            line.pop("epoch", None)  # transformers counts the run as one
-            with self.path.open("a") as out:
-                out.write(json.dumps(line) + "\n")
-
-
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file; a last line that was cut short is left out."""
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
+        if not state.is_world_process_zero:
             return
+        line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
+        line |= logs or {}
+        line.pop("epoch", None)  # transformers counts the run as one
+        if _place(line) in self._written:
+            _rewrite(self.path, [old for old in read_metrics(self.path) if _place(old) != _place(line)])
+        self._written.add(_place(line))
+        with writing(self.path), self.path.open("a") as out:
+            out.write(json.dumps(line) + "\n")
 
 
-def cut_after(path: Path, step: int) -> None:
-    """Drop what was logged after `step`: those steps are run again."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file, one per step and kind; what cannot be read is left out, and logged."""
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    bad = []
+    content = path.read_bytes() if path.exists() else b""
+    for number, text in enumerate(content.splitlines(), start=1):
+        if not text.strip():
+            continue
+        line = _parsed(text)
+        if line is None:
+            bad.append(str(number))
+        else:
+            found[_place(line)] = line  # the last one is that of the run that went on
+    if bad:
+        log_once(f"{path}: left out what cannot be read, line {', '.join(bad)}")
+    return list(found.values())
+
+
+def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
+    """Drop what was logged after `step`, where a run goes on: those steps are run again. What is kept."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
-    if not path.exists() and not kept:
-        return
-    temporary = path.with_suffix(".part")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-    temporary.replace(path)
+    kept = [line for line in kept if _place(line) != (step, _END)]  # it did not end there
+    if path.exists():
+        _rewrite(path, kept)
+    return kept
+
+
+def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) and type(line.get("step")) is int else None
+
+
+def _place(line: dict[str, Any]) -> tuple[int, str]:
+    """What no two lines of a run share."""
+    kind = "evaluation" if "eval_loss" in line else _END if "train_runtime" in line else "log"
+    return line["step"], kind

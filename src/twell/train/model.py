@@ -6,13 +6,21 @@ import dataclasses
 import os
 from pathlib import Path
 
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
 
 from .. import hf
 from .._checks import reject
 from ..plan import Plan
 from .checkpoints import MODEL, find_model
-from .config import ModelConfig, RunConfig
+from .config import ARCHITECTURES, ModelConfig, RunConfig
+from .data.tokenizer import load_tokenizer
 
 _SPARSE = {"llama": hf.SparseLlamaConfig, "qwen2": hf.SparseQwen2Config}
 _DENSE = {"llama": LlamaConfig, "qwen2": Qwen2Config}
@@ -27,6 +35,7 @@ _STORED = {
     "rms_norm_eps": "rms_norm_eps",
     "initializer_range": "initializer_range",
 }
+_ACCEPTED = f"a model of type {' or '.join(ARCHITECTURES)}, dense or one of ours; no other can become sparse"
 _OPTIMISER_SHARDS = "ACCELERATE_USE_FSDP"
 
 
@@ -35,7 +44,6 @@ def build_model(
     *,
     vocab_size: int,
     eos_token_id: int,
-    sequence_length: int,
     l1: float,
     eager: bool = False,
 ):
@@ -49,13 +57,6 @@ def build_model(
         model = AutoModelForCausalLM.from_config(_config(config, vocab_size, eos_token_id, l1))
     else:
         model = _from_checkpoint(config, vocab_size, l1)
-        positions = model.config.max_position_embeddings
-        if sequence_length > positions:
-            reject(
-                "data.sequence_length",
-                sequence_length,
-                f"at most the {positions} positions of the checkpoint",
-            )
     layers = hf.sparse_mlps(model)
     for mlp in layers:
         mlp.plan = None if config.plan is None else Plan.parse(config.plan)
@@ -92,52 +93,86 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
 
 
 def with_checkpoint(config: RunConfig) -> RunConfig:
-    """`config` with what its checkpoint decides: sizes, and the tokenizer unless another is named."""
+    """`config` with what its checkpoint decides: architecture, sizes, the tokenizer unless another is named.
+
+    Where the two contradict each other, that is said here, before any text is read.
+    """
     given = config.model.init_from
     path = find_model(given, "model.init_from")
     if path != given and Path(path).name != MODEL:
         reject("model.init_from", repr(given), f"a run that is through, or a checkpoint of it, as {path}")
-    stored, default = AutoConfig.from_pretrained(path), ModelConfig()
-    found = {}
+    stored, default = _stored_config(path), ModelConfig()
+    found = {"architecture": _architecture(config.model, stored, path)}
     for name, theirs in _STORED.items():
         value = found[name] = getattr(stored, theirs, getattr(default, name))
         asked = getattr(config.model, name)
         if asked not in (value, getattr(default, name)):
             reject(f"model.{name}", asked, f"{value}, as {path} has it")
+    _check_blocks(config.model, stored, path)
     data = config.data
-    if data.tokenizer == "train" and data.prepared is None:
-        data = dataclasses.replace(data, tokenizer=path)
+    if data.sequence_length > found["positions"]:
+        accepted = f"at most the {found['positions']} positions of the checkpoint"
+        reject("data.sequence_length", data.sequence_length, accepted)
+    if data.prepared is None:
+        if data.tokenizer == "train":
+            data = dataclasses.replace(data, tokenizer=path)
+        _check_vocabulary(len(load_tokenizer(data.tokenizer)), stored, path)
     return dataclasses.replace(
         config, data=data, model=dataclasses.replace(config.model, init_from=path, **found)
     )
 
 
-def _from_checkpoint(config: ModelConfig, vocab_size: int, l1: float) -> PreTrainedModel:
-    path = find_model(config.init_from, "model.init_from")
-    found = AutoConfig.from_pretrained(path)
-    if found.vocab_size < vocab_size:
-        reject(
-            "data.tokenizer",
-            f"a vocabulary of {vocab_size}",
-            f"at most {found.vocab_size}, the vocabulary of {path}",
-        )
-    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
-    if config.dense:
-        if found.hidden_act != config.activation:
-            reject("model.activation", repr(config.activation), f"{found.hidden_act!r}, as {path} has it")
-        return model
-    kind = found.model_type.removesuffix("_sparse_relu")
-    if kind != config.architecture:
+def _stored_config(path: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (ValueError, KeyError) as error:  # a kind of model that transformers does not know either
+        why = str(error).strip().splitlines() or [type(error).__name__]
+        return reject("model.init_from", f"{path!r}, which cannot be read ({why[0]})", _ACCEPTED)
+
+
+def _architecture(config: ModelConfig, stored: PreTrainedConfig, path: str) -> str:
+    """That of the checkpoint; a stock model that stays dense may be of any kind."""
+    kind = stored.model_type.removesuffix("_sparse_relu")
+    if kind not in ARCHITECTURES:
+        if config.dense:
+            return config.architecture
+        reject("model.init_from", f"{path!r}, a model of type {kind!r}", _ACCEPTED)
+    if config.architecture not in (kind, ModelConfig().architecture):
         reject("model.architecture", repr(config.architecture), f"{kind!r}, as {path} has it")
-    if not hasattr(found, "sparsity_activation"):
+    return kind
+
+
+def _check_blocks(config: ModelConfig, stored: PreTrainedConfig, path: str) -> None:
+    """Activation and gate of the feed-forward blocks."""
+    if config.dense:
+        if stored.hidden_act != config.activation:
+            reject("model.activation", repr(config.activation), f"{stored.hidden_act!r}, as {path} has it")
+    elif not hasattr(stored, "sparsity_activation"):  # its activation is about to be swapped
         if not config.gated:
             reject("model.gated", False, f"true, as {path} has it")
+    else:
+        if stored.sparsity_activation != config.activation:
+            accepted = f"{stored.sparsity_activation!r}, as {path} has it"
+            reject("model.activation", repr(config.activation), accepted)
+        if stored.sparsity_gated_mlp != config.gated:
+            reject("model.gated", config.gated, f"{stored.sparsity_gated_mlp}, as {path} has it")
+
+
+def _check_vocabulary(size: int, stored: PreTrainedConfig, path: str) -> None:
+    if stored.vocab_size < size:
+        accepted = f"at most {stored.vocab_size}, the vocabulary of {path}"
+        reject("data.tokenizer", f"a vocabulary of {size}", accepted)
+
+
+def _from_checkpoint(config: ModelConfig, vocab_size: int, l1: float) -> PreTrainedModel:
+    path = find_model(config.init_from, "model.init_from")
+    stored = AutoConfig.from_pretrained(path)
+    _check_vocabulary(vocab_size, stored, path)
+    _check_blocks(config, stored, path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="float32")
+    if config.dense:
+        return model
+    if not hasattr(stored, "sparsity_activation"):
         return hf.relufy(model, activation=config.activation, l1_coeff=l1)
-    if found.sparsity_activation != config.activation:
-        reject(
-            "model.activation", repr(config.activation), f"{found.sparsity_activation!r}, as {path} has it"
-        )
-    if found.sparsity_gated_mlp != config.gated:
-        reject("model.gated", config.gated, f"{found.sparsity_gated_mlp}, as {path} has it")
     model.config.sparsity_l1_coeff = l1
     return model

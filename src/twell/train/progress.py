@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
+
+
+def dead_of(logs: Mapping[str, float], prefix: str = "") -> str:
+    """The share of dead neurons, with the tokens it was counted over: another number gives another share."""
+    return f"dead {logs[f'{prefix}dead']:.1%} in {logs[f'{prefix}dead_window']:,} tokens"
 
 
 class ProgressBar(TrainerCallback):
@@ -36,13 +43,15 @@ class ProgressBar(TrainerCallback):
         if not state.is_world_process_zero or not logs:
             return
         if "eval_loss" in logs:
-            nnz = f", nnz {logs['eval_nnz']:.1f}" if "eval_nnz" in logs else ""
-            self._say(f"step {state.global_step}: held-out cross-entropy {logs['eval_loss']:.4f}{nnz}")
+            sparse = ""
+            if "eval_nnz" in logs:
+                sparse = f", nnz {logs['eval_nnz']:.1f}, {dead_of(logs, 'eval_')}"
+            self._say(f"step {state.global_step}: held-out cross-entropy {logs['eval_loss']:.4f}{sparse}")
         elif "ce_loss" in logs:
             rate = logs["tokens_per_second"]
             status = f"cross-entropy {logs['ce_loss']:.3f}"
             if "nnz" in logs:
-                status += f"  nnz {logs['nnz']:.1f}  dead {logs['dead']:.1%}"
+                status += f"  nnz {logs['nnz']:.1f}  {dead_of(logs)}"
             status += f"  {rate:,.0f} tokens/s"
             if self.bar is not None:
                 self.bar.update(self._task, status=status)

@@ -74,8 +74,8 @@ class Recipe(TrainerCallback):
             if active is not None:
                 found |= {"nnz": sum(active) / len(active)}
                 found |= {f"nnz_layer_{layer}": value for layer, value in enumerate(active)}
-            dead = self.tracker.dead_shares(self.config.dead_after)
-            found |= {"dead": sum(dead) / len(dead)}
+            dead, window = self.tracker.dead_shares(self.config.dead_after)
+            found |= {"dead": sum(dead) / len(dead), "dead_window": window}
             found |= {f"dead_layer_{layer}": value for layer, value in enumerate(dead)}
         return found
 

@@ -10,7 +10,6 @@ summary.json    what came out
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -29,13 +28,14 @@ from .._log import log_once
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
-from .disk import saving
+from .disk import read_object, saving, write_json
 from .folder import METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .interrupt import SaveOnInterrupt
 from .metrics import MetricsFile, read_metrics
 from .model import build_model, with_checkpoint
 from .processes import is_first
 from .progress import ProgressBar
+from .reporters import check_reporters
 from .trainer import SparseTrainer
 
 
@@ -49,35 +49,41 @@ class RunResult:
 
 
 def train(
-    config: RunConfig, folder: Path, *, resume: bool = False, console: Console | None = None
+    config: RunConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    verify: bool = False,
+    console: Console | None = None,
 ) -> RunResult:
     """Train in `folder`; with `resume` go on from its newest whole checkpoint, or from the start without one.
 
     Run it in one process, or in each of several that torchrun or `accelerate launch` have started.
+    verify:  check the contents of all token files, not only of those that are new or have changed.
     """
     console = console or Console()
     config = with_absolute_paths(config)
+    check_reporters(config.train.report)
     if config.model.init_from is not None and not resume:  # what is resumed has its sizes already
         config = with_checkpoint(config)
     with claimed(config, folder, resume=resume, first=is_first()):
         if resume and (stored := _finished(config, folder)) is not None:
             return RunResult(folder=folder, finished=True, summary=stored)
-        return _train(config, folder, resume, console)
+        return _train(config, folder, resume, verify, console)
 
 
 def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     """The summary of a run that is through."""
-    path = folder / SUMMARY
-    if not path.exists() or not (folder / MODEL / "config.json").exists():
+    if not (folder / MODEL / "config.json").exists():
         return None
-    summary = json.loads(path.read_text())
-    return summary if summary["steps"] == config.train.steps else None
+    summary = read_object(folder / SUMMARY)
+    return summary if summary is not None and summary.get("steps") == config.train.steps else None
 
 
-def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> RunResult:
+def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console: Console) -> RunResult:
     first = is_first()
     arguments = training_arguments(config, folder)
-    data = prepare(config.data, quiet=not first)
+    data = prepare(config.data, quiet=not first, verify=verify)
     check_data(folder, data, config.data.source, resume=resume, first=first)
     if data.held_out is None:
         arguments.eval_strategy = IntervalStrategy.NO  # `prepare` has said why
@@ -89,7 +95,6 @@ def _train(config: RunConfig, folder: Path, resume: bool, console: Console) -> R
         config.model,
         vocab_size=max(len(data.tokenizer), data.vocab_size),
         eos_token_id=data.tokenizer.eos_token_id,
-        sequence_length=config.data.sequence_length,
         l1=config.recipe.l1,
         eager=blocks_leave_graphs(config),
     )
@@ -234,7 +239,8 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
     if trainer.is_world_process_zero():
         shutil.rmtree(temporary, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    with saving(temporary, "the model", lambda: f"free some, then: twell train --resume {folder}"):
+    again = f"free some, then: twell train --resume {folder}"
+    with saving(temporary, "the model", lambda: again):
         trainer.save_model(str(temporary))
     summary = _summary(trainer, config, folder, data, evaluated)
     if trainer.is_world_process_zero():
@@ -244,7 +250,8 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
             target.rename(old)
         temporary.replace(target)
         shutil.rmtree(old, ignore_errors=True)
-        (folder / SUMMARY).write_text(json.dumps(summary, indent=1) + "\n")
+        with saving(folder / SUMMARY, SUMMARY, lambda: again):
+            write_json(folder / SUMMARY, summary)
     trainer.accelerator.wait_for_everyone()
     return RunResult(folder=folder, finished=True, summary=summary)
 
@@ -270,8 +277,11 @@ def _summary(
         "held_out_ce_loss": evaluated.get("eval_loss"),
         "held_out_perplexity": evaluated.get("eval_perplexity"),
         "held_out_nnz": evaluated.get("eval_nnz"),
+        "held_out_dead": evaluated.get("eval_dead"),
+        "held_out_dead_window": evaluated.get("eval_dead_window"),
         "nnz": last.get("nnz"),
         "dead": last.get("dead"),
+        "dead_window": last.get("dead_window"),
         "revived": last.get("revived"),
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "data_tokens": data.train_tokens,

@@ -31,8 +31,9 @@ class SparseTrainer(Trainer):
     """`Trainer` for causal language models with or without sparse layers.
 
     Logs gain `ce_loss`, tokens per second and peak memory, and for sparse models `l1_loss`, `nnz` and `dead`
-    (means over layers, and by layer); the loss of an evaluation is the cross-entropy alone. Checkpoints hold
-    the recipe's state and a manifest.
+    (means over layers, and by layer; dead in the last `dead_window` tokens, evaluations count over all of
+    theirs); the loss of an evaluation is the cross-entropy alone. Checkpoints hold the recipe's state and a
+    manifest.
     """
 
     def __init__(self, model: PreTrainedModel, *arguments: Any, run: RunConfig, **options: Any) -> None:
@@ -118,6 +119,8 @@ class SparseTrainer(Trainer):
         metrics = {f"{prefix}_loss": loss, f"{prefix}_perplexity": math.exp(min(loss, 700.0))}
         if tracker is not None:
             tracker.finish_step()
+            dead, window = tracker.dead_shares()
+            metrics |= {f"{prefix}_dead": sum(dead) / len(dead), f"{prefix}_dead_window": window}
             active = tracker.active_per_token()
             metrics[f"{prefix}_nnz"] = sum(active) / len(active)
             metrics |= {f"{prefix}_nnz_layer_{layer}": value for layer, value in enumerate(active)}

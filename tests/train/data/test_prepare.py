@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 from twell import _log
 from twell.train.data import DataConfig, cache, prepare, shards
-from twell.train.data.shards import TokenWriter, open_shards
+from twell.train.data.shards import TokenWriter
 
 from .corpora import process_context, small, stored, text, write_corpus
 
@@ -56,7 +56,7 @@ def test_the_second_time_comes_from_the_cache(config, built):
 
 def test_equal_settings_elsewhere_give_equal_files(config, tmp_path):
     other = prepare(small(config.source, tmp_path / "elsewhere"), quiet=True)
-    for path in prepare(config, quiet=True).folder.glob("*.*"):
+    for path in prepare(config, quiet=True).folder.glob("[!.]*.*"):
         assert path.read_bytes() == (other.folder / path.name).read_bytes()
 
 
@@ -163,23 +163,6 @@ def test_damage_is_named_and_repaired(config, built, caplog, monkeypatch, damage
     assert "building it again" in caplog.text
     assert np.array_equal(stored(again, "train"), before)
     assert left_behind(config) == []
-
-
-def test_a_flipped_bit_is_found_by_checksum(config, built, caplog, monkeypatch):
-    monkeypatch.setattr(_log, "_logged", set())
-    first = prepare(config, quiet=True)
-    path = first.folder / "held_out.bin"
-    data = bytearray(path.read_bytes())
-    data[10] ^= 1
-    path.write_bytes(data)
-    prepare(config, quiet=True)
-    assert len(built) == 1
-    with pytest.raises(cache.DamagedError, match=r"held_out\.bin is damaged: its checksum"):
-        open_shards(first.folder, verify=True)
-    prepare(config, quiet=True, verify=True)
-    assert len(built) == 2
-    assert "held_out.bin" in caplog.text
-    open_shards(first.folder, verify=True)
 
 
 def _prepare_in_process(config, start, results):

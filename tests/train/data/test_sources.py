@@ -6,10 +6,12 @@ import gzip
 import itertools
 import json
 import lzma
+import random
 import sys
 
 import pytest
 
+from twell import _log
 from twell.train.data import DataConfig, documents, files
 
 TEXTS = ["first document\nwith two lines", "zweites, mit Umlaut: ä", "third 🙂\r\n"]
@@ -89,10 +91,50 @@ def test_a_folder_is_read_in_sorted_order(tmp_path):
     write(tmp_path / "b" / "a.jsonl.gz", json_lines(["2"]))
     write(tmp_path / "a.txt", b"1")
     write(tmp_path / "c.TXT", b"4")
-    write(tmp_path / "README.md", b"not read")
+    write(tmp_path / "README.md", b"0")
     write(tmp_path / ".hidden" / "a.txt", b"not read")
-    assert read(tmp_path) == ["1", "2", "3", "4"]
+    assert read(tmp_path) == ["0", "1", "2", "3", "4"]
     assert read((str(tmp_path / "c.TXT"), str(tmp_path / "b"))) == ["4", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.md", "a.rst", "a.py", "a.html", "a.csv", "a.json", "LICENSE", "a.md.gz", "notes.xz"]
+)
+def test_text_is_known_by_what_it_is(tmp_path, name):
+    path = write(tmp_path / name, TEXTS[1].encode() * 9000)
+    assert read(path) == read(tmp_path) == [TEXTS[1] * 9000]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.txt.xz", "x.md", "x"])
+def test_random_bytes_are_not_text(tmp_path, name):
+    path = write(tmp_path / name, random.Random(0).randbytes(300_000))
+    with pytest.raises(ValueError, match=rf"data\.source: got the file .*{path.name}, which is not text"):
+        documents(DataConfig(source=str(path)))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "iso8859-7"])
+def test_text_that_is_not_utf8_is_not_text(tmp_path, encoding):
+    greek = "".join(map(chr, range(0x3B1, 0x3C9)))
+    path = write(tmp_path / "a.txt", f"{greek} {greek}\n".encode(encoding))
+    with pytest.raises(ValueError, match=r"a\.txt, which is not text; accepted: text in UTF-8"):
+        read(path)
+
+
+def test_latin_letters_of_another_code_are_replaced(tmp_path):
+    path = write(tmp_path / "a.txt", "schöne Grüße aus Köln, wo Bären wohnen".encode("latin-1"))
+    assert read(path) == ["sch\ufffdne Gr\ufffd\ufffde aus K\ufffdln, wo B\ufffdren wohnen"]
+
+
+def test_what_is_not_text_in_a_folder_is_left_out_and_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(_log, "_logged", set())
+    write(tmp_path / "a.md", b"text")
+    write(tmp_path / "b.png", b"\x89PNG\r\n\x1a\n\0\0\0")
+    (tmp_path / "c.md.gz").write_bytes(b"no archive")
+    assert read(tmp_path) == ["text"]
+    assert caplog.text.count("left out 2 files that are not text") == 1
+    write(tmp_path / "d.txt", random.Random(0).randbytes(1000))  # it says that it is
+    with pytest.raises(ValueError, match=r"d\.txt, which is not text"):
+        read(tmp_path)
 
 
 def test_bytes_that_are_not_utf8(tmp_path):
@@ -148,10 +190,10 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, module, name):
 def test_bad_paths(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.txt', which does not exist"):
         documents(DataConfig(source=str(tmp_path / "nowhere.txt")))
-    with pytest.raises(ValueError, match=r"the file .*a\.csv; accepted: files ending in \.txt"):
-        documents(DataConfig(source=str(write(tmp_path / "a.csv", b"x"))))
+    with pytest.raises(ValueError, match=r"the file .*a\.zip, which is not text; accepted: text in UTF-8"):
+        documents(DataConfig(source=str(write(tmp_path / "a.zip", b"PK\x03\x04\0\0"))))
     (tmp_path / "folder").mkdir()
-    with pytest.raises(ValueError, match=r"the folder .*folder; accepted"):
+    with pytest.raises(ValueError, match=r"the folder .*folder, without a file to read; accepted"):
         documents(DataConfig(source=str(tmp_path / "folder")))
     with pytest.raises(ValueError, match="without text"):
         read(write(tmp_path / "empty.txt", b" \n\0\0"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from twell.train.data import prepare
-from twell.train.data.split import HeldOut, is_held_out, rank
+from twell.train.data.split import HeldOut, divided, is_held_out, rank
 
 from .corpora import small, stored, stored_documents, text, write_corpus
 
@@ -75,3 +75,28 @@ def test_no_held_out_set(tmp_path, caplog):
     too_little = prepare(small(tmp_path / "one.txt", tmp_path / "cache", held_out=1e-9), quiet=True)
     assert too_little.held_out is None
     assert "no evaluation set" in caplog.text
+
+
+def test_the_end_of_a_single_document_is_held_out(tmp_path):
+    whole = "".join(f"line {i} of the only document\n" for i in range(400))
+    (tmp_path / "one.txt").write_text(whole)
+    for changes in ({}, {"max_tokens": 2000}):  # enough to train on is no reason to hold nothing out
+        data = prepare(small(tmp_path / "one.txt", tmp_path / "cache", held_out=0.1, **changes), quiet=True)
+        assert data.held_out is not None
+        assert (data.train_documents, data.held_out_documents) == (1, 1)
+        (held_out,) = stored_documents(data, "held_out")
+        assert held_out == whole[-len(whole) // 10 :][-int(len(whole) * 0.1) :]
+        if not changes:
+            assert stored_documents(data, "train") == [whole[: -len(held_out)]]
+
+
+def test_documents_are_cut_only_where_there_is_one():
+    assert [part[::2] for part in divided(["abcdefghij"], 0.2, 0)] == [("ij", True), ("abcdefgh", False)]
+    assert [part[::2] for part in divided(["abcdefghij"], 0.0, 0)] == [("abcdefghij", False)]
+    assert [part[::2] for part in divided(["a"], 0.99, 0)] == [("a", False)]
+    assert list(divided([], 0.5, 0)) == []
+    texts = [text(i) for i in range(40)]
+    for count in (2, 3, 40):
+        found = list(divided(iter(texts[:count]), 0.5, 0))
+        assert [part.text for part in found] == texts[:count]
+        assert [part.held_out for part in found] == [is_held_out(rank(t, 0), 0.5) for t in texts[:count]]

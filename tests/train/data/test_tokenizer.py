@@ -13,6 +13,7 @@ tokenizers = pytest.importorskip("tokenizers")
 import transformers
 
 from twell.train.data import tokenizer as module
+from twell.train.data.split import is_held_out, rank
 from twell.train.data.tokenizer import END, Encoder, obtain_tokenizer, train_tokenizer, wrapped
 
 from .corpora import small, text, write_corpus
@@ -83,7 +84,7 @@ def test_training_text_is_limited_and_not_held_out(tmp_path):
     config = small(tmp_path / "text", tmp_path / "cache", tokenizer_bytes=1000, held_out=0.5)
     texts = list(module._training_texts(config))
     assert sum(len(part.encode()) for part in texts) == 1000
-    assert not any(module.is_held_out(module.rank(part, 0), 0.5) for part in texts[:-1])
+    assert not any(is_held_out(rank(part, 0), 0.5) for part in texts[:-1])
 
 
 def test_saved_with_a_model_and_loaded_by_name(trained, tmp_path):

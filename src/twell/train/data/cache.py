@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import logging
-import os
 import shutil
 import socket
 import uuid
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from ..._log import log_once
+from ..disk import is_full, sync
 
 try:
     import fcntl
@@ -25,7 +25,6 @@ except ImportError:  # Windows: processes may do the same work twice, the first 
 Opened = TypeVar("Opened")
 
 _log = logging.getLogger("twell")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _ALREADY_THERE = (errno.EEXIST, errno.ENOTEMPTY)
 
 
@@ -61,13 +60,13 @@ def open_or_build(folder: Path, opened: Callable[[Path], Opened], build: Callabl
             build(temporary)
             _flush_to_disk(temporary)
             _put_in_place(temporary, folder, opened)
-        except OSError as error:
-            if error.errno not in _NO_SPACE:
+        except Exception as error:
+            if not is_full(error):
                 raise
             message = (
                 f"no space left in {folder.parent}: free some, or set data.cache to a folder on another disk"
             )
-            raise OSError(error.errno, message) from error
+            raise OSError(errno.ENOSPC, message) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return opened(folder)
@@ -135,21 +134,11 @@ def _put_in_place(temporary: Path, folder: Path, opened: Callable[[Path], Any]) 
         folder.rename(aside)
         temporary.rename(folder)
         shutil.rmtree(aside, ignore_errors=True)
-    _sync(folder.parent)
+    sync(folder.parent)
 
 
 def _flush_to_disk(folder: Path) -> None:
     """A power cut after the rename must not leave a complete folder of incomplete files."""
     for path in folder.rglob("*"):
-        _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    if os.name == "nt":  # folders cannot be opened there, nor files synced that are open for reading
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync(path)
+    sync(folder)

@@ -19,15 +19,17 @@ _PREPARED = "prepared:"
 class DataConfig:
     """The corpus, the tokenizer and the cut into sequences.
 
-    source:           "python" (Python's standard library, built in), a file or folder (.txt, .jsonl, also as
-                      .gz or .xz, and .parquet), "hf:NAME[:CONFIG[:SPLIT]]", or a list of these; or
-                      "prepared:FOLDER": tokens and tokenizer that were prepared before, perhaps elsewhere.
+    source:           "python" (Python's standard library, built in), a file or folder (text of any name,
+                      .jsonl, also as .gz or .xz, and .parquet), "hf:NAME[:CONFIG[:SPLIT]]", or a list of
+                      these; or "prepared:FOLDER": tokens and tokenizer that were prepared before, perhaps
+                      elsewhere.
     text_field:       the field of a .jsonl, .parquet or Hugging Face record that holds the text.
     tokenizer:        "train": a byte-level BPE learnt from the corpus; else a Hugging Face name or folder.
     vocab_size:       of a trained tokenizer, the end-of-document token included.
     tokenizer_bytes:  text a tokenizer is trained on, at most.
     sequence_length:  tokens per training example.
-    held_out:         share of the documents that is never trained on; 0 keeps none.
+    held_out:         share of the documents that is never trained on, or of the end of the only one; 0 keeps
+                      none.
     held_out_tokens:  size of the evaluation set, at most.
     max_tokens:       training tokens, at most; None takes the whole source.
     seed:             decides, with a document's text alone, whether it is held out.

@@ -15,34 +15,52 @@ from typing import IO, Any
 from ..._checks import reject
 from .optional import needed
 
-TEXT = (".txt", ".txt.gz", ".txt.xz")
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 PARQUET = (".parquet",)
-SUFFIXES = (*TEXT, *JSON_LINES, *PARQUET)
+SEPARATED = (".txt", ".txt.gz", ".txt.xz")
+"""Text in which NUL bytes separate documents; in other files they show that it is no text."""
+
+ACCEPTED = f"text in UTF-8 (any name, also packed as .gz or .xz), {', '.join((*JSON_LINES, *PARQUET))}"
+
+_HEAD_BYTES = 1 << 16
+_NOT_TEXT = 0.3
+"""Share of characters that text does not have. Random bytes are at 0.6, Latin-1 read as UTF-8 below 0.1."""
+
+_ODD = frozenset("\ufffd\x7f") | {chr(c) for c in range(32)} - set("\t\n\v\f\r\b\x1b")
 
 BLOCK_BYTES = 1 << 20
 """Read at a time, so that a file of many documents is never in memory as a whole."""
 
 
-def is_readable(path: Path) -> bool:
-    """Whether the name ends in one of `SUFFIXES`."""
-    return path.name.lower().endswith(SUFFIXES)
+def is_wanted(path: Path) -> bool:
+    """Whether a file of a folder is to be read: by its name where that says so, else by how it begins."""
+    if path.name.lower().endswith((*SEPARATED, *JSON_LINES, *PARQUET)):
+        return True
+    try:
+        return _is_text(path)
+    except ValueError:  # a damaged archive, which nobody has named
+        return False
+
+
+def require_readable(path: Path) -> None:
+    """Refuse a file that is neither text nor records."""
+    if not path.name.lower().endswith((*JSON_LINES, *PARQUET)) and not _is_text(path):
+        reject("data.source", f"the file {path}, which is not text", ACCEPTED)
 
 
 def read(path: Path, text_field: str) -> Iterator[str]:
     """The documents of `path`, in its order; they may be empty."""
     name = path.name.lower()
-    if name.endswith(TEXT):
-        return read_text(path)
     if name.endswith(JSON_LINES):
         return read_json_lines(path, text_field)
-    if not name.endswith(PARQUET):
-        reject("data.source", f"the file {path}", f"files ending in {', '.join(SUFFIXES)}")
-    return read_parquet(path, text_field)
+    if name.endswith(PARQUET):
+        return read_parquet(path, text_field)
+    return read_text(path)
 
 
 def read_text(path: Path) -> Iterator[str]:
     """NUL bytes separate documents; a file without them is one."""
+    require_readable(path)
     with _opened(path) as file:
         parts: list[bytes] = []
         for block in _blocks(file):
@@ -79,6 +97,19 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
                     yield text_of({text_field: value}, text_field, f"{path}, row {row}")
     except (arrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{path}: not a Parquet file, or damaged ({error})") from error
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a file begins as text in UTF-8 does."""
+    with _opened(path) as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return False
+    if path.name.lower().endswith(SEPARATED):
+        head = head.replace(b"\0", b"")
+    # The last character may be cut: an incremental decoder waits for the rest of it.
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(head)
+    return b"\0" not in head and sum(map(text.count, _ODD)) <= _NOT_TEXT * len(text)
 
 
 def _object(line: str, where: str) -> dict[str, Any]:

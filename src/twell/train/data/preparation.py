@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..._checks import reject
 from ..._log import log_once
-from . import cache, shards
+from . import cache, shards, split
 from .config import DataConfig
 from .packed import PackedDataset
 from .sources import fingerprint
@@ -47,7 +47,8 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
     """The datasets and the tokenizer of `config`, from the cache where they are there already.
 
     Safe to call in every process of a job: one works, the others on its machine wait, and all get the same.
-    verify:  check stored tokens by checksum, not by size alone. What is damaged is built again.
+    What is missing or cut short is built again; tokens with other contents than were written are an error.
+    verify:  read all stored tokens to check that, not only files that are new or have changed.
     """
     if config.prepared is not None:
         if not config.prepared.is_dir():
@@ -60,7 +61,7 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
     folder = (
         config.cache_folder
         / "tokens"
-        / cache.key("tokens", shards.FORMAT, content, encoder.fingerprint, *decisive)
+        / cache.key("tokens", shards.FORMAT, split.VERSION, content, encoder.fingerprint, *decisive)
     )
     index = cache.open_or_build(
         folder,
@@ -100,8 +101,8 @@ def _opened(config: DataConfig, folder: Path, index: shards.Index) -> Prepared:
         held_out = dataset(index.held_out)
     elif config.held_out:
         log_once(
-            f"no evaluation set: the {index.held_out_documents} held-out documents do not fill a sequence of "
-            f"{config.sequence_length:,} tokens; more documents or a larger data.held_out would"
+            f"no evaluation set: the {index.held_out_tokens:,} tokens held out do not fill a sequence of "
+            f"{config.sequence_length:,}; more text or a larger data.held_out would"
         )
     return Prepared(
         train=dataset(index.train),

@@ -23,8 +23,9 @@ from .cache import DamagedError
 from .config import DataConfig
 from .progress import progress
 from .sources import documents
-from .split import HeldOut, is_held_out, rank
+from .split import HeldOut, Part, divided
 from .tokenizer import Encoder, parallel_encoding
+from .verified import check_contents
 
 FORMAT = 2
 """Part of the cache's key: raise it when the same settings give other files."""
@@ -34,7 +35,6 @@ BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 22
 
 _INDEX = "index.json"
-_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,34 +145,40 @@ def write_shards(folder: Path, config: DataConfig, encoder: Encoder, *, quiet: b
 
 
 def open_shards(folder: Path, *, verify: bool = False) -> Index:
-    """The index of `folder`, its files checked: their sizes, with `verify` their checksums too.
+    """The index of `folder`, its files checked: sizes always, contents unless they were before.
 
-    Raises `DamagedError`, which names the file.
+    Raises `DamagedError`, which names the file, where one is missing or cut short, and a plain ValueError
+    where one has other contents: something has changed it, which building it again would hide.
+    verify:  check the contents in any case.
     """
     path = folder / _INDEX
     try:
-        entries = json.loads(path.read_text())
+        entries = json.loads(path.read_bytes())
         stored_format = entries.pop("format")
         files = {
             name: tuple(TokenFile(**file) for file in entries.pop(name)) for name in ("train", "held_out")
         }
         index = Index(**entries, **files)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        width = np.dtype(index.dtype).itemsize
+        if any(file.bytes != file.tokens * width for file in (*index.train, *index.held_out)):
+            raise ValueError("sizes that do not fit each other")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({error})") from error
     if stored_format != FORMAT:
         raise DamagedError(f"{path} has format {stored_format}, expected {FORMAT}")
     for file in (*index.train, *index.held_out):
-        _check(folder / file.name, file, verify=verify)
+        _check_size(folder / file.name, file)
+    check_contents(folder, {f.name: f.blake2b for f in (*index.train, *index.held_out)}, always=verify)
     return index
 
 
-def batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """`texts` in lists of limited size: enough to encode in parallel, little enough to hold."""
-    batch: list[str] = []
+def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """`parts` in lists of limited size: enough to encode in parallel, little enough to hold."""
+    batch: list[Part] = []
     characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
+    for part in parts:
+        batch.append(part)
+        characters += len(part.text)
         if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -187,10 +193,11 @@ def _tokenise(
     read = train_documents = 0
     began = time.monotonic()
     with parallel_encoding(), progress("tokenising", total=config.max_tokens, quiet=quiet) as report:
-        for batch in batches(documents(config)):
-            for document_rank, tokens in _encoded(batch, config, encoder, held_out):
-                if is_held_out(document_rank, config.held_out):
-                    held_out.add(document_rank, tokens)
+        for batch in batches(divided(documents(config), config.held_out, config.seed)):
+            useful = [part for part in batch if not part.held_out or held_out.wants(part.rank)]
+            for part, tokens in zip(useful, encoder.encode([p.text for p in useful]), strict=True):
+                if part.held_out:
+                    held_out.add(part.rank, tokens)
                     continue
                 left = len(tokens) if config.max_tokens is None else config.max_tokens - train.tokens
                 train.add(tokens[:left])
@@ -205,27 +212,10 @@ def _tokenise(
     return train_documents
 
 
-def _encoded(
-    batch: list[str], config: DataConfig, encoder: Encoder, held_out: HeldOut
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Rank and tokens of each document of `batch` that is of use, in order."""
-    ranked = [(rank(text, config.seed), text) for text in batch]
-    useful = [(r, text) for r, text in ranked if not is_held_out(r, config.held_out) or held_out.wants(r)]
-    tokens = encoder.encode([text for _, text in useful])
-    return zip((r for r, _ in useful), tokens, strict=True)
-
-
-def _check(path: Path, file: TokenFile, *, verify: bool) -> None:
+def _check_size(path: Path, file: TokenFile) -> None:
     try:
         size = path.stat().st_size
     except OSError as error:
         raise DamagedError(f"{path} is missing ({error})") from error
     if size != file.bytes:
         raise DamagedError(f"{path} is damaged: {size:,} bytes, expected {file.bytes:,}")
-    if verify:
-        digest = hashlib.blake2b(digest_size=16)
-        with path.open("rb") as stream:
-            while block := stream.read(_BLOCK_BYTES):
-                digest.update(block)
-        if digest.hexdigest() != file.blake2b:
-            raise DamagedError(f"{path} is damaged: its checksum is not the one it was written with")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..._checks import reject
+from ..._log import log_once
 from . import files
 from .config import DataConfig
 from .optional import needed
@@ -102,14 +103,17 @@ def _paths(name: str) -> list[Path]:
     """The files that `name`, a file or a folder, stands for."""
     path = Path(name).expanduser()
     if path.is_dir():
-        found = _walk(path, skip=frozenset(), wanted=files.is_readable)
+        found, left_out = [], []
+        for file in _walk(path, skip=frozenset(), wanted=lambda _: True):
+            (found if files.is_wanted(file) else left_out).append(file)
+        if left_out:
+            log_once(f"{name}: left out {len(left_out)} files that are not text, such as {left_out[0]}")
         if not found:
-            reject("data.source", f"the folder {name}", f"a folder with files in {', '.join(files.SUFFIXES)}")
+            reject("data.source", f"the folder {name}, without a file to read", files.ACCEPTED)
         return found
     if not path.exists():
         reject("data.source", f"{name!r}, which does not exist", "'python', a file, a folder, or 'hf:NAME'")
-    if not files.is_readable(path):
-        reject("data.source", f"the file {name}", f"files ending in {', '.join(files.SUFFIXES)}")
+    files.require_readable(path)
     return [path]
 
 

@@ -1,13 +1,47 @@
-"""Which documents are held out: a matter of their text and the seed, not of their place in the corpus."""
+"""Which documents are held out: a matter of their text and the seed, not of their place in the corpus.
+
+Of a corpus that is one document, the end is held out.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import heapq
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
+VERSION = 2
+"""Part of the cache's keys: raise it when the same corpus is divided in another way."""
+
 _RANKS = 1 << 64
+
+
+class Part(NamedTuple):
+    """A document, or a part of one, and the side that it is on."""
+
+    text: str
+    rank: int
+    held_out: bool
+
+
+def divided(texts: Iterable[str], share: float, seed: int) -> Iterator[Part]:
+    """`texts` in their order, each on its side; one alone is cut, and its end comes first."""
+    texts = iter(texts)
+    first = list(itertools.islice(texts, 2))
+    if len(first) == 1 and share:
+        text = first[0]
+        # The end first: whoever has enough to train on stops reading.
+        place = max(len(text) - int(len(text) * share), 1)
+        for part, held_out in ((text[place:], True), (text[:place], False)):
+            if part:
+                yield Part(part, rank(part, seed), held_out)
+        return
+    for text in itertools.chain(first, texts):
+        document_rank = rank(text, seed)
+        yield Part(text, document_rank, is_held_out(document_rank, share))
 
 
 def rank(text: str, seed: int) -> int:

@@ -17,7 +17,8 @@ from .config import DataConfig
 from .optional import needed
 from .progress import progress
 from .sources import documents, fingerprint
-from .split import is_held_out, rank
+from .split import VERSION as SPLIT
+from .split import divided
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +48,7 @@ def obtain_tokenizer(
         return load_tokenizer(config.tokenizer)
     decisive = (config.text_field, config.vocab_size, config.tokenizer_bytes, config.held_out, config.seed)
     content = fingerprint(config) if content is None else content
-    folder = config.cache_folder / "tokenizers" / cache.key("tokenizer", FORMAT, content, *decisive)
+    folder = config.cache_folder / "tokenizers" / cache.key("tokenizer", FORMAT, SPLIT, content, *decisive)
 
     def build(into: Path) -> None:
         texts = _training_texts(config)
@@ -181,8 +182,8 @@ def _open(folder: Path) -> Tokenizer:
 def _training_texts(config: DataConfig) -> Iterator[str]:
     """Documents that are not held out, `tokenizer_bytes` of UTF-8 at most; the last one may be cut."""
     left = config.tokenizer_bytes
-    for text in documents(config):
-        if is_held_out(rank(text, config.seed), config.held_out):
+    for text, _, held_out in divided(documents(config), config.held_out, config.seed):
+        if held_out:
             continue
         data = text.encode()
         yield text if len(data) <= left else data[:left].decode(errors="ignore")

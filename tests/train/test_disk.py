@@ -1,0 +1,155 @@
+"""Small files are whole or absent; a full disk is recognised whoever meets it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from twell.train.disk import is_full, read_object, saving, write_json, write_whole
+
+from .runs import ROOT
+
+FULL = Path("/dev/full")  # has no room, ever
+
+
+class TestSmallFiles:
+    def test_old_or_new_never_a_part(self, tmp_path, monkeypatch):
+        path = tmp_path / "a.json"
+        write_json(path, {"old": 1})
+
+        def fail(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(OSError, match=r"no space left to write .*a\.json"):
+                write_whole(path, "new")
+        assert read_object(path) == {"old": 1}
+        assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+        write_whole(path, "new")
+        assert path.read_text() == "new"
+
+    @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff", b"[" * 100_000])
+    def test_what_cannot_be_read_does_not_count(self, tmp_path, content, caplog, monkeypatch):
+        monkeypatch.setattr("twell._log._logged", set())
+        path = tmp_path / "a.json"
+        path.write_bytes(content)
+        assert read_object(path) is None
+        assert read_object(path) is None
+        assert len(caplog.records) == 1
+        assert str(path) in caplog.text
+
+    def test_what_is_not_there(self, tmp_path, caplog):
+        assert read_object(tmp_path / "a.json") is None
+        assert not caplog.records
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """Writers in C++ meet the end of the disk here as on a full one; the system says another number."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_the_errors_of_torch(tmp_path):
+    """It fails in one of two ways, in the middle of a file or at its end."""
+    state = {"weight": torch.zeros(300)}
+    torch.save(state, tmp_path / "whole")
+    size = (tmp_path / "whole").stat().st_size
+    said = set()
+    for limit in range(0, size, 16):
+        (tmp_path / "part").unlink(missing_ok=True)
+        with (
+            pytest.raises(OSError, match="no space left to save it; free some") as caught,
+            saving(tmp_path / "part", "it", lambda: "free some"),
+            files_of_at_most(limit),
+        ):
+            torch.save(state, tmp_path / "part")
+        said.add("unexpected pos" in str(caught.value.__cause__))
+        assert not (tmp_path / "part").exists()
+    assert said == {True, False}
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_the_errors_of_python_and_torch_where_nothing_fits(tmp_path):
+    (tmp_path / "part").symlink_to(FULL)
+    full = pytest.raises(OSError, match="no space left to save it")
+    with full as caught, saving(tmp_path / "part", "it", str):
+        (tmp_path / "part").write_text("x")
+    assert caught.value.errno == errno.ENOSPC
+    (tmp_path / "part").symlink_to(FULL)
+    with full, saving(tmp_path / "part", "it", str):
+        torch.save({"weight": torch.zeros(300)}, tmp_path / "part")
+
+
+SAVE_ON_A_FULL_DISK = """
+import sys, torch
+from pathlib import Path
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from twell.train.disk import saving
+folder = Path(sys.argv[1])
+try:
+    with saving(folder / "part", "it", lambda: "free some"):
+        (folder / "part").mkdir()
+        save_file({"weight": torch.zeros(1 << 20)}, folder / "part" / "model.safetensors")
+except OSError as error:
+    assert isinstance(error.__cause__, SafetensorError), error
+    assert not (folder / "part").exists()
+    print(error)
+"""
+
+
+def test_the_error_of_safetensors_on_a_disk_that_is_full(tmp_path):
+    """A disk of 1 MB, in a name space of its own; safetensors puts files in place under its own names."""
+    mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
+    own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*own, mount], capture_output=True).returncode:
+        pytest.skip("no name spaces here")
+    code = [sys.executable, "-c", SAVE_ON_A_FULL_DISK, str(tmp_path)]
+    result = subprocess.run(
+        [*own, f'{mount} && "$0" "$@"', *code],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+    )
+    assert "no space left to save it; free some" in result.stdout, result.stderr
+
+
+def test_messages_of_writers():
+    rust = pytest.importorskip("safetensors").SafetensorError
+    for error in (
+        rust("Error while serializing: I/O error: No space left on device (os error 28)"),
+        rust('Error while serializing: IoError(Os { code: 28, kind: StorageFull, message: "full" })'),
+        rust("Error while serializing: I/O error: Kein Platz (os error 28)"),
+        RuntimeError("basic_ios::clear: iostream error"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+    ):
+        assert is_full(error), error
+        wrapped = ValueError("later")
+        wrapped.__context__ = error
+        assert is_full(wrapped)
+    for error in (
+        rust("Error while serializing: I/O error: broken (os error 5)"),
+        ValueError("os error 281"),
+    ):
+        assert not is_full(error), error
+
+
+def test_json_is_json(tmp_path):
+    write_json(tmp_path / "a.json", {"a": [1, "ä"]})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": [1, "ä"]}

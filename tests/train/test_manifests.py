@@ -1,0 +1,104 @@
+"""A manifest that is damaged in any way: its checkpoint is not whole, the one before is used."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from twell.train.checkpoints import MANIFEST, fault, newest_whole, write_manifest
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Two checkpoints of a run."""
+    folders = []
+    for step in (5, 100):
+        folder = tmp_path / f"checkpoint-{step}"
+        (folder / "deep").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "rng_state_0.pth").write_bytes(b"state")
+        (folder / "rng_state_1.pth").write_bytes(b"state")
+        (folder / "deep" / "x").write_bytes(b"")
+        write_manifest(folder)
+        folders.append(folder)
+    return folders
+
+
+def test_every_flipped_byte_is_found(saved, tmp_path):
+    _, last = saved
+    good = (last / MANIFEST).read_bytes()
+    content = json.loads(good)
+    for place in range(len(good)):
+        for bits in (0x01, 0x20, 0x80):
+            bad = bytearray(good)
+            bad[place] ^= bits
+            (last / MANIFEST).write_bytes(bad)
+            if fault(last) is None:  # white space that became other white space
+                assert json.loads(bad) == content, bad
+    (last / MANIFEST).write_bytes(good)
+    assert newest_whole(tmp_path) == last
+
+
+ENTRY = {"bytes": 7, "blake2b": "0" * 32}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"3",
+        b'"files"',
+        b"{}",
+        b'{"files": []}',
+        b'{"files": {}}',
+        b'{"files": null}',
+        b"\xff\xfe",
+        b"[" * 100_000,
+        json.dumps({"files": {"model.safetensors": None}}).encode(),
+        json.dumps({"files": {"model.safetensors": []}}).encode(),
+        json.dumps({"files": {"model.safetensors": {"bytes": 7}}}).encode(),
+        json.dumps({"files": {"model.safetensors": ENTRY | {"more": 1}}}).encode(),
+        json.dumps({"files": {"model.safetensors": ENTRY | {"bytes": "7"}}}).encode(),
+        json.dumps({"files": {"deep/x": ENTRY | {"bytes": False}}}).encode(),
+        json.dumps({"files": {"model.safetensors": ENTRY | {"blake2b": [1]}}}).encode(),
+        json.dumps({"files": {"model\0safetensors": ENTRY}}).encode(),
+        json.dumps({"files": {"m" * 5000: ENTRY}}).encode(),
+        json.dumps({"files": {"../checkpoint-5/model.safetensors": ENTRY}}).encode(),
+        json.dumps({"files": {"deep": ENTRY}}).encode(),
+    ],
+    ids=lambda content: content[:40].decode(errors="replace"),
+)
+def test_other_contents_are_no_manifest(saved, tmp_path, content, caplog):
+    before, last = saved
+    (last / MANIFEST).write_bytes(content)
+    assert newest_whole(tmp_path) == before
+    assert [record.message for record in caplog.records] == [
+        f"checkpoint {last} is left out: {fault(last)}",
+    ]
+
+
+def test_a_manifest_that_lists_fewer_files_is_damaged(saved):
+    _, last = saved
+    content = json.loads((last / MANIFEST).read_text())
+    del content["files"]["rng_state_0.pth"]
+    (last / MANIFEST).write_text(json.dumps(content))
+    assert "its own digest" in fault(last)
+
+
+def test_a_manifest_of_an_earlier_version_counts(saved):
+    _, last = saved
+    content = json.loads((last / MANIFEST).read_text())
+    (last / MANIFEST).write_text(json.dumps({"files": content["files"]}))
+    assert fault(last) is None
+
+
+def test_a_manifest_that_is_a_folder(saved, tmp_path):
+    before, last = saved
+    (last / MANIFEST).unlink()
+    (last / MANIFEST).mkdir()
+    assert newest_whole(tmp_path) == before
