@@ -22,7 +22,7 @@ _STOCK_ACTIVATION = {"relu": "relu", "relu2": "relu2", "fatrelu": "relu"}
 class SparsityConfig:
     """What a sparse config has beyond the stock one.
 
-    sparsity_l1_coeff:     weight of the L1 term of the loss; the model's `l1_weight` starts with it.
+    sparsity_l1_coeff:     weight of the L1 term of the training loss; the model's `l1_weight` starts with it.
     sparsity_gated_mlp:    act(gate) * up if True, act(up) if False.
     sparsity_activation:   "relu", "relu2" or "fatrelu(THRESHOLD)".
     sparsity_layer_sizes:  neurons of every layer; None: intermediate_size in each.
@@ -44,6 +44,7 @@ class SparsityConfig:
         "past_key_values",
         "ce_loss",
         "l1_loss",
+        "l1",
         "l0",
         "firing",
     ]
