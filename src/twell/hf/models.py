@@ -110,11 +110,11 @@ class _SparseCausalLM(_SparsePreTrained):
         record_sparsity: bool = False,
         **kwargs: Any,
     ) -> SparseCausalLMOutput:
-        """transformers' forward; in training the loss has the L1 term, the output the sparsity of every layer.
+        """transformers' forward; the training loss has the L1 term, the output the sparsity of every layer.
 
         labels [batch, tokens]:  with them loss = cross-entropy + l1_weight * L1 in training mode, and the
                                  cross-entropy alone in eval mode; `ce_loss` and `l1_loss` are there in both.
-        attention_mask:          for the attention alone. L1, L0 and firing count padding tokens as any others,
+        attention_mask:          for the attention alone. L1, L0 and firing count padding tokens like others,
                                  since a block never sees the mask; the first steps of training look and warn.
         num_items_in_batch:      label tokens of all micro-batches of a step: both terms are then this
                                  micro-batch's share, so that the micro-batches' losses add up to the mean.
@@ -180,8 +180,8 @@ class _SparseCausalLM(_SparsePreTrained):
         if not attention_mask.all():
             self._masks_to_look_at = 0
             log_once(
-                "training on padding: the attention mask has zeros, but the L1 term and the statistics (l1, l0, "
-                "firing) count padding tokens like any others; pack sequences, or group those of one length"
+                "training on padding: the attention mask has zeros, but the L1 term and the statistics (l1, "
+                "l0, firing) count padding tokens like others; pack sequences, or group those of one length"
             )
 
     def _check_l1_gradient(self, mlps: list[SparseMLP], stats: list[FfnStats]) -> None:
