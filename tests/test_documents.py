@@ -141,6 +141,7 @@ class TestAnExistingModel:
         expected = model(tokens()).logits
         converted = use_twell(model)
         assert {type(layer.mlp).__name__ for layer in converted.model.layers} == {"SparseMLP"}
+        assert not converted(tokens()).logits.requires_grad  # else every call were a step of training
         torch.testing.assert_close(converted(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
 
     def test_without_exact_zeros_is_refused(self, use_twell):
