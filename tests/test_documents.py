@@ -162,9 +162,8 @@ def commands(document: Path) -> list[list[str]]:
     """The words after `twell` (or `-m twell.cli`) of every command that a page shows."""
     lines = [line for _, block in fences(document, "sh") for line in block.splitlines()]
     found = []
-    # Prose may leave out what the sentence is about.
-    inline = [f"twell train {code}" if code.startswith("--preset ") else code for code in inline_code(document)]
-    for line in lines + inline:
+    for line in lines + inline_code(document):
+        line = f"twell train {line}" if line.startswith("--preset ") else line  # prose may leave that out
         match = re.match(r"(?:twell|(?:torchrun|accelerate)\s.*-m\s+twell\.cli)\s+(\S.*)", line, re.DOTALL)
         if match:
             found.append([word for word in shlex.split(match[1], comments=True) if word != "..."])

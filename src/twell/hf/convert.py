@@ -20,6 +20,7 @@ from .._checks import reject
 from .._log import log_once
 from ..activations import Activation
 from .checkpoints import HUB_OPTIONS
+from .config import EXACT_ZEROS
 from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
 
 SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
@@ -27,8 +28,6 @@ SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
 _SPARSE_CLASS = {LlamaConfig: SparseLlamaForCausalLM, Qwen2Config: SparseQwen2ForCausalLM}
 _STOCK_CLASS = {SparseLlamaForCausalLM: LlamaForCausalLM, SparseQwen2ForCausalLM: Qwen2ForCausalLM}
 _OWN_TO_A_CLASS = ("model_type", "architectures", "auto_map", "transformers_version", "hidden_act")
-# Stock activations with exact zeros, by all the names that configs have for them.
-_EXACT_ZEROS = {"relu": "relu", "relu2": "relu2", "relu_squared": "relu2"}
 # Where else a config may come from than the Hub's own files; a model's class takes no code_revision.
 _CODE_OPTIONS = ("trust_remote_code", "code_revision", "gguf_file")
 _CONFIG_OPTIONS = ("config", "trust_remote_code", "code_revision")
@@ -86,7 +85,7 @@ def _config_at(path: str | os.PathLike[str], options: Mapping[str, Any]) -> PreT
 
 def _chosen_activation(stock_name: str, asked: str | Activation | None) -> Activation:
     """The activation of a model to be made sparse. stock_name: its `hidden_act`."""
-    own = _EXACT_ZEROS.get(stock_name)
+    own = EXACT_ZEROS.get(stock_name)
     if asked is None:
         return Activation.parse(own or "relu")
     chosen = Activation.parse(asked)
