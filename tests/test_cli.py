@@ -82,9 +82,26 @@ def test_missing_typer_is_explained():
     assert "Traceback" not in done.stderr
 
 
+def test_a_missing_extra_is_explained():
+    code = (
+        "import sys; sys.modules['yaml'] = None; sys.argv = ['twell', 'train', '--preset', 'tiny']\n"
+        "from twell.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith(': pip install -e ".[train]" in a checkout of twell')
+    assert "Traceback" not in done.stderr
+
+
+def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
+    monkeypatch.setattr("twell.cli.doctor.find_spec", lambda name: None)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert 'missing matplotlib: pip install -e ".[plot]" in a checkout of twell' in run("doctor").output
+
+
 def test_missing_matplotlib_is_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     from twell.report.plots import speedup_bars
 
-    with pytest.raises(ImportError, match=r"pip install 'twell\[plot\]'"):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[plot\]" in a checkout'):
         speedup_bars({"a": 2.0}, tmp_path / "x.png", title="", subtitle="")

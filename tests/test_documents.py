@@ -1,13 +1,21 @@
-"""README and docs: generated parts match the records, code runs, named paths and commands exist."""
+"""README and docs: generated parts match the records, code runs, named paths, commands and settings exist."""
 
 from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+import torch
+
+pytest.importorskip("typer")
+import typer
+
+from twell.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,10 +49,194 @@ def test_every_record_is_valid(tables):
         assert tables.read_records(path)
 
 
-def test_the_usage_example_runs():
-    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+def fences(document: Path, language: str) -> list[tuple[int, str]]:
+    """(line, text) of every fenced block of a language."""
+    text = document.read_text()
+    found = re.finditer(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [(text[: block.start(1)].count("\n") + 1, block[1]) for block in found]
+
+
+def needs_cuda(code: str) -> bool:
+    return "cuda" in code
+
+
+def run_page(document: Path, with_cuda: bool) -> dict:
+    """Run the Python of a page from top to bottom, as a reader would paste it; the names it leaves."""
+    names: dict = {"__name__": "__main__"}
+    for line, code in fences(document, "python"):
+        if with_cuda or not needs_cuda(code):
+            # Empty lines in front make tracebacks show the line of the page.
+            exec(compile("\n" * (line - 1) + code, document.name, "exec"), names)
+    return names
+
+
+PAGES = [document for document in DOCUMENTS if fences(document, "python")]
+pages = pytest.mark.parametrize("document", PAGES, ids=lambda p: p.name)
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """An empty working directory; what is cached lands beside it."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def require_imports_of(document: Path) -> None:
+    """Skip a page whose packages are not installed: a GPU machine may hold torch and pytest only."""
+    text = "".join(code for _, code in fences(document, "python"))
+    if "transformers" in text or "twell.hf" in text:
+        pytest.importorskip("transformers")
+    if "twell.train" in text:
+        for module in ("transformers", "accelerate", "tokenizers", "datasets", "yaml"):
+            pytest.importorskip(module)
+
+
+@pages
+def test_python_of_a_page_runs(document, scratch):
+    require_imports_of(document)
+    run_page(document, with_cuda=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "document",
+    [page for page in PAGES if any(needs_cuda(code) for _, code in fences(page, "python"))],
+    ids=lambda p: p.name,
+)
+def test_python_of_a_page_runs_on_a_gpu(document, scratch):
+    require_imports_of(document)
+    run_page(document, with_cuda=True)
+
+
+def test_the_usage_example_is_short():
+    [(_, code)] = fences(ROOT / "README.md", "python")
     assert len(code.strip().splitlines()) <= 12
-    exec(compile(code, "README.md", "exec"), {})
+
+
+class TestAnExistingModel:
+    """`use_twell` of docs/inference.md."""
+
+    @pytest.fixture
+    def use_twell(self, scratch):
+        pytest.importorskip("transformers")
+        return run_page(ROOT / "docs" / "inference.md", with_cuda=False)["use_twell"]
+
+    @staticmethod
+    def model(**fields):
+        from .hf.tiny import stock_model
+
+        model = stock_model(**fields)
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter)
+        return model
+
+    @pytest.mark.parametrize("activation", ["relu", "relu2"])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_computes_what_it_did(self, use_twell, activation, biased):
+        from .hf.tiny import tokens
+
+        model = self.model(hidden_act=activation, mlp_bias=biased)
+        expected = model(tokens()).logits
+        converted = use_twell(model)
+        assert {type(layer.mlp).__name__ for layer in converted.model.layers} == {"SparseMLP"}
+        assert not converted(tokens()).logits.requires_grad  # else every call were a step of training
+        torch.testing.assert_close(converted(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+    def test_without_exact_zeros_is_refused(self, use_twell):
+        with pytest.raises(ValueError, match="activation: got SiLU"):
+            use_twell(self.model(hidden_act="silu"))
+
+
+# click's; newer releases of typer have a copy of click inside.
+USAGE_ERROR = typer.BadParameter.__base__
+
+
+def inline_code(document: Path) -> list[str]:
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"`([^`]+)`", prose)
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words after `twell` (or `-m twell.cli`) of every command that a page shows."""
+    lines = [line for _, block in fences(document, "sh") for line in block.splitlines()]
+    found = []
+    for line in lines + inline_code(document):
+        line = f"twell train {line}" if line.startswith("--preset ") else line  # prose may leave that out
+        match = re.match(r"(?:twell|(?:torchrun|accelerate)\s.*-m\s+twell\.cli)\s+(\S.*)", line, re.DOTALL)
+        if match:
+            found.append([word for word in shlex.split(match[1], comments=True) if word != "..."])
+    return found
+
+
+def check_command(words: list[str]) -> None:
+    """Raise unless the command, its options and its settings exist; nothing runs."""
+    group = typer.main.get_command(app)
+    with group.make_context("twell", list(words), resilient_parsing=True) as context:
+        name, command, rest = group.resolve_command(context, words)
+        assert command is not None, f"no command {words[0]!r}"
+        if len(words) == 1:
+            return  # a page names a command; its arguments stand elsewhere
+        parsed = command.make_context(name, rest, parent=context).params
+    if name in ("train", "demo"):
+        from twell.train.presets import PRESETS, preset
+        from twell.train.settings import run_config, with_overrides
+
+        chosen = parsed.get("preset") or "tiny"
+        assert chosen in PRESETS or chosen == "NAME"
+        settings = preset(chosen) if chosen in PRESETS else {}
+        run_config(with_overrides(settings, parsed["overrides"] or []))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_commands_of_a_page_exist(document):
+    for words in commands(document):
+        check_command(words)
+
+
+def test_commands_are_found():
+    assert sum(len(commands(document)) for document in DOCUMENTS) > 15
+    assert ["train", "--preset", "paper-0.5b"] in commands(ROOT / "docs" / "recipe.md")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tarin --preset tiny",
+        "train --presets tiny",
+        "train --preset huge",
+        "train train.stpes=3",
+        "eval m --limit x",
+    ],
+)
+def test_a_wrong_command_is_noticed(words):
+    with pytest.raises((USAGE_ERROR, ValueError, AssertionError)):
+        check_command(words.split())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_settings_of_a_page_exist(document):
+    yaml = pytest.importorskip("yaml")
+    from twell.train.settings import run_config, with_overrides
+
+    for _, block in fences(document, "yaml"):
+        run_config(yaml.safe_load(block))
+    named = [code for code in inline_code(document) if re.match(r"(model|data|recipe|train)\.\w+=", code)]
+    run_config(with_overrides({}, named))
+
+
+def test_install_commands_work():
+    """No package index has twell: extras are installed from a checkout, and pyproject.toml has them."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    files = [*DOCUMENTS, *sorted((ROOT / "src").rglob("*.py"))]
+    text = "".join(file.read_text() for file in files)
+    assert not re.search(r"pip install ['\"]?twell", text)
+    named = set(re.findall(r'pip install -e "\.\[(\w+)\]"', text))
+    assert {"all", "hf", "train"} <= named <= extras.keys()
+    from twell import _extras
+
+    assert _extras.EXTRAS.keys() <= extras.keys()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

@@ -81,6 +81,20 @@ class TestText:
         assert dense.l0 == ()
         assert dense.cross_entropy == pytest.approx(sparse.cross_entropy, rel=1e-5)
 
+    def test_runs_in_eval_mode_and_leaves_the_mode_alone(self, saved):
+        model, tokenizer = load_model(str(saved[0]))
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.5
+        text = ["import torch\n" * 9]
+        expected = evaluate_text(model, tokenizer, text)
+        model.train().model.norm.eval()
+        assert evaluate_text(model, tokenizer, text) == expected
+        assert model.training
+        assert not model.model.norm.training
+        with pytest.raises(ValueError, match="tokenizer"):
+            evaluate_windows(model, [[1, model.config.vocab_size]])
+        assert model.training
+
     def test_limits(self, saved):
         model, tokenizer = load_model(str(saved[0]))
         assert evaluate_text(model, tokenizer, ["import torch\n" * 99], max_tokens=40).tokens == 40

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_checks", "_files", "_log", "_processor", "_ran", "_transformers_hook", "_version"},
+    {"_checks", "_extras", "_files", "_log", "_processor", "_ran", "_transformers_hook", "_version"},
     {"activations"},
     {"reference", "formats", "synthetic"},
     {"kernels"},

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaConfig
 from transformers.activations import ACT2FN
 
 import twell
@@ -90,3 +90,35 @@ def test_bad_activation():
 def test_checks_of_the_stock_config_still_run():
     with pytest.raises(Exception, match="not a multiple of the number of attention"):
         SparseLlamaConfig(**SIZES | {"hidden_size": 33})
+
+
+@pytest.mark.parametrize("stock", ["relu", "relu2", "relu_squared"])
+def test_a_stock_config_keeps_exact_zeros(stock, tmp_path, caplog):
+    LlamaConfig(**SIZES, hidden_act=stock).save_pretrained(tmp_path)
+    config = SparseLlamaConfig.from_pretrained(tmp_path)
+    assert config.sparsity_activation == config.hidden_act == ("relu" if stock == "relu" else "relu2")
+    assert not [record for record in caplog.records if record.name == "twell"]
+
+
+def test_a_stock_config_without_exact_zeros_is_said(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    LlamaConfig(**SIZES, hidden_act="silu").save_pretrained(tmp_path)
+    for _ in range(2):
+        assert SparseLlamaConfig.from_pretrained(tmp_path).sparsity_activation == "relu"
+    assert [r.levelname for r in caplog.records if "hidden_act 'silu'" in r.getMessage()] == ["WARNING"]
+
+
+def test_sparsity_fields_given_to_from_pretrained_are_checked(tmp_path):
+    SparseLlamaConfig(**SIZES, sparsity_activation="relu2").save_pretrained(tmp_path)
+    for activation in ("relu", "relu2", "fatrelu(0.1)"):
+        config = SparseLlamaConfig.from_pretrained(tmp_path, sparsity_activation=activation)
+        assert config.sparsity_activation == activation
+        assert config.hidden_act == ("relu2" if activation == "relu2" else "relu")
+    with pytest.raises(ValueError, match="activation: got 'gelu'"):
+        AutoConfig.from_pretrained(tmp_path, sparsity_activation="gelu")
+
+
+def test_activations_that_contradict_each_other_are_refused():
+    with pytest.raises(ValueError, match="hidden_act: got 'relu2'; accepted: 'relu'"):
+        SparseLlamaConfig(**SIZES, hidden_act="relu2")
+    assert SparseLlamaConfig(**SIZES, hidden_act="relu2", sparsity_activation="relu2").hidden_act == "relu2"

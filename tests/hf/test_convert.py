@@ -92,3 +92,94 @@ def test_to_stock_of_a_contiguous_model():
     sparse = sparse_model()
     set_neuron_major(sparse, False)
     assert torch.equal(to_stock(sparse).state_dict()["lm_head.weight"], sparse.lm_head.weight)
+
+
+def _save_two(folder, where):
+    """A model at the root and another one of the same shapes, but with other heads, in `where`."""
+    stock_model(num_key_value_heads=4).save_pretrained(folder)
+    other = stock_model(seed=3, num_attention_heads=2, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-2)
+    other.save_pretrained(folder / where)
+    return other
+
+
+def test_relufy_finds_the_config_in_a_subfolder(tmp_path):
+    wanted = _save_two(tmp_path, "inner")
+    sparse = relufy(tmp_path, subfolder="inner")
+    assert sparse.config.rms_norm_eps == 1e-2
+    torch.testing.assert_close(sparse(tokens()).logits, wanted(tokens()).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def hub_cache(tmp_path):
+    """The Hub's cache with two revisions of some/model, and the models they are."""
+    repository = tmp_path / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    models = {}
+    for name, commit, eps in (("main", "a" * 40, 1e-6), ("next", "b" * 40, 1e-2)):
+        (repository / "refs" / name).write_text(commit)
+        models[name] = stock_model(hidden_act="relu2", rms_norm_eps=eps, seed=len(models))
+        models[name].save_pretrained(repository / "snapshots" / commit)
+    return tmp_path, models
+
+
+@pytest.mark.parametrize("revision", ["main", "next"])
+def test_relufy_reads_the_config_of_the_revision(hub_cache, revision):
+    cache, models = hub_cache
+    sparse = relufy(
+        "some/model",
+        revision=revision,
+        cache_dir=cache,
+        local_files_only=True,
+        force_download=False,
+        token=False,
+        proxies=None,
+        trust_remote_code=False,
+        code_revision="main",
+    )
+    assert sparse.config.rms_norm_eps == models[revision].config.rms_norm_eps
+    expected = models[revision](tokens()).logits
+    torch.testing.assert_close(sparse(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_relufy_takes_a_config_as_from_pretrained_does(tmp_path):
+    dense = stock_model(num_key_value_heads=4)
+    dense.save_pretrained(tmp_path / "model")
+    dense.config.rms_norm_eps = 1e-2
+    dense.config.save_pretrained(tmp_path / "config")
+    for config in (dense.config, tmp_path / "config"):
+        assert relufy(tmp_path / "model", config=config).config.rms_norm_eps == 1e-2
+
+
+@families
+@pytest.mark.parametrize("from_path", [False, True])
+def test_relufy_keeps_exact_zeros_that_are_there(family, from_path, tmp_path, caplog):
+    dense = stock_model(family, hidden_act="relu2")
+    dense.save_pretrained(tmp_path)
+    sparse = relufy(tmp_path if from_path else dense)
+    assert sparse.config.sparsity_activation == sparse.config.hidden_act == "relu2"
+    torch.testing.assert_close(sparse(tokens()).logits, dense(tokens()).logits, rtol=1e-4, atol=1e-4)
+    assert not [record for record in caplog.records if "relu2" in record.message]
+
+
+def test_relufy_reads_another_name_of_squared_relu(tmp_path):
+    stock_model(hidden_act="relu2").save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"relu2"', '"relu_squared"'))
+    assert relufy(tmp_path).config.sparsity_activation == "relu2"
+
+
+@pytest.mark.parametrize("stock", ["silu", "gelu", "relu6"])
+def test_relufy_makes_others_relu(stock):
+    assert relufy(stock_model(hidden_act=stock)).config.sparsity_activation == "relu"
+
+
+@pytest.mark.parametrize(
+    ("stock", "asked", "lines"), [("relu2", "relu", 1), ("relu", "relu", 0), ("silu", "relu", 0)]
+)
+def test_relufy_logs_when_it_replaces_exact_zeros(stock, asked, lines, caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    for _ in range(2):
+        assert relufy(stock_model(hidden_act=stock), activation=asked).config.sparsity_activation == asked
+    found = [record.message for record in caplog.records if "relufy" in record.message]
+    assert len(found) == lines
+    assert all("'relu2'" in line and "'relu'" in line for line in found)

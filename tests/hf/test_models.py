@@ -164,7 +164,7 @@ def test_statistics_by_hand():
 
 @families
 def test_loss_is_cross_entropy_and_weighted_l1(family):
-    sparse, stock, ids = sparse_model(family, sparsity_l1_coeff=0.25), stock_model(family), tokens()
+    sparse, stock, ids = sparse_model(family, sparsity_l1_coeff=0.25).train(), stock_model(family), tokens()
     assert sparse.l1_weight == 0.25
     labels = ids.clone()
     labels[0, :5] = -100
@@ -180,6 +180,86 @@ def test_loss_is_cross_entropy_and_weighted_l1(family):
     as_tuple = sparse(ids, labels=labels, return_dict=False)
     assert torch.equal(as_tuple[0], changed.loss)
     assert torch.equal(as_tuple[1], changed.logits)
+
+
+@families
+def test_loss_in_eval_mode_is_the_cross_entropy(family):
+    sparse, stock, ids = sparse_model(family, sparsity_l1_coeff=0.25), stock_model(family), tokens()
+    for items in (None, 40):
+        output = sparse(ids, labels=ids, num_items_in_batch=items)
+        assert torch.equal(output.loss, output.ce_loss)
+        expected = stock(ids, labels=ids, num_items_in_batch=items).loss
+        torch.testing.assert_close(output.loss, expected, rtol=1e-4, atol=1e-4)
+        assert output.l1_loss > 0
+    assert torch.equal(sparse(ids, labels=ids, return_dict=False)[0], sparse(ids, labels=ids).ce_loss)
+    assert sparse.train()(ids, labels=ids).loss > output.ce_loss + 0.2 * output.l1_loss
+
+
+def test_stock_trainer_evaluates_the_cross_entropy(tmp_path):
+    """And hands the logits, not our statistics, to its metrics."""
+    from transformers import Trainer, TrainingArguments
+
+    seen = []
+
+    def metrics(prediction):
+        seen.append(prediction.predictions)
+        return {}
+
+    rows = [{"input_ids": row, "labels": row} for row in tokens(rows=6)]
+    arguments = TrainingArguments(tmp_path, per_device_eval_batch_size=2, report_to=[], use_cpu=True)
+    losses = [
+        Trainer(model, arguments, eval_dataset=rows, compute_metrics=metrics).evaluate()["eval_loss"]
+        for model in (sparse_model(sparsity_l1_coeff=0.25), stock_model())
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert [type(predictions).__name__ for predictions in seen] == ["ndarray"] * 2
+
+
+def _padding_lines(caplog):
+    return [record for record in caplog.records if "training on padding" in record.getMessage()]
+
+
+def test_training_on_padding_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    sparse, ids = sparse_model(sparsity_l1_coeff=0.5), tokens()
+    padded, full = torch.ones_like(ids), torch.ones_like(ids)
+    padded[1, 7:] = 0
+    labels = ids.masked_fill(padded == 0, -100)
+    sparse(ids, attention_mask=padded, labels=labels)
+    sparse.train()
+    sparse(ids, attention_mask=padded)
+    sparse(ids, attention_mask=full, labels=ids)
+    sparse(ids, attention_mask=full.bool()[:, None, None].expand(2, 1, 11, 11), labels=ids)
+    sparse(ids, labels=ids)
+    assert not _padding_lines(caplog)
+    for _ in range(2):
+        sparse(ids, attention_mask=padded, labels=labels)
+        sparse_model().train()(ids, attention_mask=padded.bool(), labels=labels)
+    assert [record.levelname for record in _padding_lines(caplog)] == ["WARNING"]
+
+
+def test_only_the_first_masks_are_looked_at(caplog, monkeypatch):
+    """To look at one on a GPU is to wait for it."""
+    monkeypatch.setattr("twell._log._logged", set())
+    sparse, ids = sparse_model(num_hidden_layers=1).train(), tokens()
+    mask = torch.ones_like(ids)
+    for _ in range(6):
+        sparse(ids, attention_mask=mask, labels=ids)
+    mask[0, :3] = 0
+    sparse(ids, attention_mask=mask, labels=ids)
+    assert not _padding_lines(caplog)
+
+
+def test_padding_breaks_no_graph(caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    torch._dynamo.reset()
+    sparse, ids = sparse_model(num_hidden_layers=1).train(), tokens()
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    compiled = torch.compile(partial(sparse, use_cache=False), fullgraph=True, backend="eager")
+    output = compiled(input_ids=ids, attention_mask=mask, labels=ids)
+    assert not _padding_lines(caplog)
+    torch.testing.assert_close(output.loss, sparse(ids, attention_mask=mask, labels=ids).loss)
 
 
 @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
@@ -223,7 +303,7 @@ def test_equal_micro_batches_give_the_gradients_of_the_whole():
 
 
 def test_shift_labels_are_counted_as_given():
-    sparse, ids = sparse_model(sparsity_l1_coeff=0.5), tokens()
+    sparse, ids = sparse_model(sparsity_l1_coeff=0.5).train(), tokens()
     shifted = torch.nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
     expected = sparse(ids, labels=ids, num_items_in_batch=40)
     output = sparse(ids, labels=ids, shift_labels=shifted, num_items_in_batch=40)

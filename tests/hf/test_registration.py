@@ -59,7 +59,7 @@ importlib.util.find_spec = lambda name, *rest: None if name == "transformers" el
 def test_without_transformers():
     result = run(f"{MISSING}\n{TWELL}\ntwell.SparseMLP(4, 8)\nimport twell.hf")
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].endswith('pip install "twell[hf]"')
+    assert result.stderr.splitlines()[-1].endswith('pip install -e ".[hf]" in a checkout of twell')
 
 
 def test_a_failing_registration_does_not_break_transformers():

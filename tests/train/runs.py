@@ -1,4 +1,4 @@
-"""Small runs for tests: a corpus of our own source text, a model that trains in seconds, processes."""
+"""Small runs for tests: a corpus of made-up text, a model that trains in seconds, processes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
-import twell
 from twell.train.settings import run_config, with_overrides
 
 ROOT = Path(__file__).parents[2]
@@ -29,11 +29,14 @@ SETTINGS = {
 
 
 def write_corpus(folder: Path) -> Path:
-    """A folder of text files."""
+    """A folder of text files, the same ones always: what a run does depends on them."""
     folder.mkdir(parents=True)
-    sources = sorted(Path(twell.__file__).parent.glob("*.py"))
-    for source in sources:
-        (folder / f"{source.stem}.txt").write_text(source.read_text())
+    draw = Random(0)
+    words = ["".join(draw.choices("etaoinshrdlucmf", k=draw.randint(2, 8))) for _ in range(1000)]
+    weights = [place**-0.5 for place in range(1, len(words) + 1)]  # few are common
+    for number in range(16):
+        lines = (" ".join(draw.choices(words, weights, k=draw.randint(2, 9))) for _ in range(200))
+        (folder / f"{number:02}.txt").write_text(".\n".join(lines) + "\n")
     return folder
 
 

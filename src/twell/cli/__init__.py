@@ -15,5 +15,9 @@ def main() -> None:
         sys.exit(f"the twell command needs typer and rich ({error}): pip install typer rich")
     try:
         app()
-    except (ValueError, ImportError, OSError, FloatingPointError) as error:
+    except ImportError as error:
+        from .._extras import explained
+
+        sys.exit(f"twell: {explained(error)}")
+    except (ValueError, OSError, FloatingPointError) as error:
         sys.exit(f"twell: {error}")

@@ -7,21 +7,16 @@ from importlib.util import find_spec
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from .._extras import EXTRAS, how_to_install
 from .._processor import make_products_safe
 from ..backends import Site, backend_names, get_backend
 from ..kernels.cpu_multiply import has_native_gemm
 from ..kernels.cpu_probe import kept_measurements, measurements_file
 from ..measure import hardware, versions
 from ..plan import ENVIRONMENT_VARIABLE, parse_override
-
-_EXTRAS = {
-    "plot": ("matplotlib",),
-    "hf": ("transformers", "safetensors", "accelerate"),
-    "train": ("tokenizers", "datasets", "pyarrow", "yaml"),
-    "eval": ("lm_eval",),
-}
 
 
 def run_doctor() -> None:
@@ -58,9 +53,9 @@ def run_doctor() -> None:
     table = Table(title="Extras", title_justify="left")
     table.add_column("extra")
     table.add_column("state")
-    for extra, modules in _EXTRAS.items():
+    for extra, modules in EXTRAS.items():
         missing = [module for module in modules if find_spec(module) is None]
-        state = f"[yellow]missing {', '.join(missing)}:[/] pip install 'twell\\[{extra}]'"
+        state = f"[yellow]missing {', '.join(missing)}:[/] {escape(how_to_install(extra))}"
         table.add_row(extra, state if missing else "[green]installed[/]")
     console.print(table)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .._checks import reject
+from .._extras import missing_extra
 from ..train.checkpoints import find_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,7 +23,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils import logging as transformers_logging
     except ImportError as error:
-        raise ImportError('loading models needs transformers: pip install "twell[hf]"') from error
+        raise missing_extra("loading models needs transformers", "hf") from error
     import twell.hf  # noqa: F401 - registers the sparse models
 
     transformers_logging.disable_progress_bar()  # one bar per tensor

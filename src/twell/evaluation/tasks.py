@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._checks import reject
+from .._extras import missing_extra
 
 PAPER_TASKS = (
     "arc_easy",
@@ -38,7 +39,7 @@ def evaluate_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise ImportError('tasks need lm-eval: pip install "twell[eval]"') from error
+        raise missing_extra("tasks need lm-eval", "eval") from error
     names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
     manager = TaskManager(include_path=None if include is None else str(include))
     unknown = [name for name in names if name not in manager.all_tasks]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -46,7 +47,8 @@ def evaluate_text(
     progress: Callable[[int], None] | None = None,
 ) -> TextResult:
     """Documents one after the other, EOS between them, in windows of `sequence_length` tokens; the last may
-    be shorter. Every token but the first of a window is predicted from those before it in the window.
+    be shorter. Every token but the first of a window is predicted from those before it in the window. The
+    model runs in eval mode and is left in the mode it was in.
 
     sequence_length:  None: the model's positions, at most 1,024.
     progress:         called with the number of tokens after every batch.
@@ -69,11 +71,12 @@ def evaluate_windows(
     """As `evaluate_text`, on token ids that are cut into windows already."""
     require_positive_int("batch", batch)
     sums = _Sums(sparse_mlps(model), next(model.parameters()).device)
-    for tokens in _batches(windows, batch):
-        check_ids(tokens, model)
-        _add(model, tokens.to(sums.device), sums)
-        if progress is not None:
-            progress(tokens.numel())
+    with _eval_mode(model):
+        for tokens in _batches(windows, batch):
+            check_ids(tokens, model)
+            _add(model, tokens.to(sums.device), sums)
+            if progress is not None:
+                progress(tokens.numel())
     if not sums.predicted:
         reject("documents", f"{sums.tokens} tokens", "at least 2 tokens of text")
     return sums.result()
@@ -92,6 +95,18 @@ def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
     if not 2 <= length <= positions:
         reject("sequence_length", sequence_length, f"2 to {positions}, the positions of the model")
     return length
+
+
+@contextmanager
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout, whatever mode the model is in; it is back in that afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class _Sums:

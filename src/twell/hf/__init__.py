@@ -13,8 +13,10 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
+from .._extras import missing_extra
+
 if importlib.util.find_spec("transformers") is None:
-    raise ImportError('twell.hf needs transformers: pip install "twell[hf]"')
+    raise missing_extra("twell.hf needs transformers", "hf")
 
 if TYPE_CHECKING:
     from .checkpoints import convert_state_dict

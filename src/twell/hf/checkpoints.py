@@ -33,7 +33,8 @@ IGNORED_KEYS = [r"(^|\.)tracker\.", r"(^|\.)metrics_accumulator\."]
 
 _IGNORED = re.compile("|".join(IGNORED_KEYS))
 _MLP_KEY = re.compile(r"(?P<block>(?:.*\.)?layers\.(?P<layer>\d+)\.mlp\.)(?P<name>.+)")
-_HUB_OPTIONS = (
+# Where a checkpoint's files are found.
+HUB_OPTIONS = (
     "cache_dir",
     "force_download",
     "local_files_only",
@@ -162,7 +163,7 @@ def _load_converted(
     files: list[Path],
 ) -> tuple[Any, dict[str, Any]]:
     tensors = {key: tensor for file in files for key, tensor in load_file(file).items()}
-    options = {key: value for key, value in unused.items() if key not in (*_HUB_OPTIONS, "variant")}
+    options = {key: value for key, value in unused.items() if key not in (*HUB_OPTIONS, "variant")}
     model, info = load_stock(
         None,
         *model_args,
@@ -174,7 +175,7 @@ def _load_converted(
     model.name_or_path = model.config.name_or_path = str(name_or_path)
     if model.can_generate() and kwargs.get("generation_config") is None:
         try:
-            hub = {option: kwargs[option] for option in _HUB_OPTIONS if option in kwargs}
+            hub = {option: kwargs[option] for option in HUB_OPTIONS if option in kwargs}
             model.generation_config = GenerationConfig.from_pretrained(name_or_path, **hub)
         except OSError:
             pass  # a checkpoint need not have one
@@ -203,7 +204,7 @@ def _safetensors_files(name_or_path: Any, kwargs: Mapping[str, Any]) -> list[Pat
         return []
     if kwargs.get("use_safetensors") is False:
         return []
-    options = {option: kwargs[option] for option in _HUB_OPTIONS if option in kwargs}
+    options = {option: kwargs[option] for option in HUB_OPTIONS if option in kwargs}
     variant = f".{kwargs['variant']}" if kwargs.get("variant") else ""
     if single := _file(name_or_path, f"model{variant}.safetensors", options):
         return [single]

@@ -10,26 +10,30 @@ from typing import Any, ClassVar
 from transformers import LlamaConfig, Qwen2Config
 
 from .._checks import reject, require_positive_int
+from .._log import log_once
 from ..activations import Activation
 
 _log = logging.getLogger("twell")
 
 # What stock classes call each activation; they have no fatrelu, the nearest they have is relu.
 _STOCK_ACTIVATION = {"relu": "relu", "relu2": "relu2", "fatrelu": "relu"}
+# Stock activations with exact zeros, by all the names that configs have for them.
+EXACT_ZEROS = {"relu": "relu", "relu2": "relu2", "relu_squared": "relu2"}
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SparsityConfig:
     """What a sparse config has beyond the stock one.
 
-    sparsity_l1_coeff:     weight of the L1 term of the loss; the model's `l1_weight` starts with it.
+    sparsity_l1_coeff:     weight of the L1 term of the training loss; the model's `l1_weight` starts with it.
     sparsity_gated_mlp:    act(gate) * up if True, act(up) if False.
     sparsity_activation:   "relu", "relu2" or "fatrelu(THRESHOLD)".
     sparsity_layer_sizes:  neurons of every layer; None: intermediate_size in each.
     sparsity_new_intermediate_size:  of released configs: if above 0, it replaces intermediate_size.
 
     Other `sparsity_*` fields of released configs are kept and not used. `hidden_act` is always the stock name
-    of `sparsity_activation`: released configs say "silu" there and mean ReLU.
+    of `sparsity_activation`: released configs say "silu" there and mean ReLU. Read from the config of a stock
+    model, `sparsity_activation` is that model's own if it has exact zeros.
     """
 
     hidden_act: str = "relu"
@@ -44,6 +48,7 @@ class SparsityConfig:
         "past_key_values",
         "ce_loss",
         "l1_loss",
+        "l1",
         "l0",
         "firing",
     ]
@@ -56,6 +61,8 @@ class SparsityConfig:
         activation = Activation.parse(self.sparsity_activation)
         self.sparsity_activation = activation.spec
         stock_name = _STOCK_ACTIVATION[activation.name]
+        if EXACT_ZEROS.get(self.hidden_act, "relu") not in ("relu", stock_name):
+            reject("hidden_act", repr(self.hidden_act), f"{stock_name!r}, as sparsity_activation has it")
         if self.hidden_act != stock_name:
             _log.info(
                 "twell: hidden_act %r of a %s config is read as %r: sparsity_activation decides",
@@ -71,6 +78,18 @@ class SparsityConfig:
         from .registration import register_models
 
         register_models()
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As transformers'; `sparsity_*` among kwargs are checked as those of the constructor are."""
+        own = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("sparsity_")}
+        fields = config_dict | own
+        is_stock = fields.get("model_type", cls.model_type) != cls.model_type
+        if "sparsity_activation" in own:
+            fields.pop("hidden_act", None)
+        elif is_stock and "sparsity_activation" not in fields:
+            fields["sparsity_activation"] = _activation_of_stock(fields.get("hidden_act", "silu"))
+        return super().from_dict(fields, **kwargs)
 
     def _check_sparsity(self) -> None:
         coefficient = self.sparsity_l1_coeff
@@ -93,6 +112,16 @@ class SparsityConfig:
         for size in sizes:
             require_positive_int("sparsity_layer_sizes", size)
         return list(sizes)
+
+
+def _activation_of_stock(hidden_act: str) -> str:
+    """The activation of a stock model whose config a sparse class reads."""
+    if hidden_act not in EXACT_ZEROS:
+        log_once(
+            f"a stock model with hidden_act {hidden_act!r} is read as a sparse one with 'relu': it computes "
+            "something else until it is trained on; twell.hf.relufy is the way to ask for that"
+        )
+    return EXACT_ZEROS.get(hidden_act, "relu")
 
 
 class SparseLlamaConfig(SparsityConfig, LlamaConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import (
@@ -16,7 +17,10 @@ from transformers import (
 )
 
 from .._checks import reject
+from .._log import log_once
 from ..activations import Activation
+from .checkpoints import HUB_OPTIONS
+from .config import EXACT_ZEROS
 from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
 
 SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
@@ -24,21 +28,27 @@ SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
 _SPARSE_CLASS = {LlamaConfig: SparseLlamaForCausalLM, Qwen2Config: SparseQwen2ForCausalLM}
 _STOCK_CLASS = {SparseLlamaForCausalLM: LlamaForCausalLM, SparseQwen2ForCausalLM: Qwen2ForCausalLM}
 _OWN_TO_A_CLASS = ("model_type", "architectures", "auto_map", "transformers_version", "hidden_act")
+# Where else a config may come from than the Hub's own files; a model's class takes no code_revision.
+_CODE_OPTIONS = ("trust_remote_code", "code_revision", "gguf_file")
+_CONFIG_OPTIONS = ("config", "trust_remote_code", "code_revision")
 
 
 def relufy(
     model_or_path: PreTrainedModel | str | os.PathLike[str],
-    activation: str | Activation = "relu",
+    activation: str | Activation | None = None,
     l1_coeff: float = 0.0,
     **kwargs: Any,
 ) -> SparseModel:
     """A dense Llama or Qwen2 language model as a sparse one with the same weights.
 
-    Only the activation changes, so the output does, until the model is trained on.
+    Only the activation changes. A model that already has exact zeros keeps its activation and its output;
+    any other computes something else and has to be trained on.
 
     model_or_path:  a stock model, which is left as it is (its weights are copied), or the path or hub name of
-                    one; kwargs are then those of `from_pretrained`.
-    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+                    one; kwargs are then those of `from_pretrained`, and find the config as well.
+    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`. None keeps the model's own
+                    if that is ReLU or squared ReLU, else takes ReLU. One that replaces another activation
+                    with exact zeros is logged.
     l1_coeff:       weight of the L1 term of the loss.
     """
     if isinstance(model_or_path, PreTrainedModel):
@@ -48,19 +58,43 @@ def relufy(
             reject("model_or_path", f"a {type(model_or_path).__name__}", _names(_STOCK_CLASS.values()))
         config = model_or_path.config
     else:
-        config = AutoConfig.from_pretrained(model_or_path)
+        config = _config_at(model_or_path, kwargs)
     if type(config) not in _SPARSE_CLASS:
         reject("model_or_path", f"a {type(config).__name__}", _names(_SPARSE_CLASS))
     sparse_class = _SPARSE_CLASS[type(config)]
     sparse_config = _converted_config(
         config,
         sparse_class.config_class,
-        sparsity_activation=Activation.parse(activation).spec,
+        sparsity_activation=_chosen_activation(config.hidden_act, activation).spec,
         sparsity_l1_coeff=l1_coeff,
     )
     if isinstance(model_or_path, PreTrainedModel):
         return _with_weights_of(model_or_path, sparse_class, sparse_config)
-    return sparse_class.from_pretrained(model_or_path, config=sparse_config, **kwargs)
+    options = {name: value for name, value in kwargs.items() if name not in _CONFIG_OPTIONS}
+    return sparse_class.from_pretrained(model_or_path, config=sparse_config, **options)
+
+
+def _config_at(path: str | os.PathLike[str], options: Mapping[str, Any]) -> PreTrainedConfig:
+    """The config that `from_pretrained(path, **options)` would find."""
+    config = options.get("config")
+    if isinstance(config, PreTrainedConfig):
+        return config
+    where = {name: options[name] for name in (*HUB_OPTIONS, *_CODE_OPTIONS) if name in options}
+    return AutoConfig.from_pretrained(path if config is None else config, **where)
+
+
+def _chosen_activation(stock_name: str, asked: str | Activation | None) -> Activation:
+    """The activation of a model to be made sparse. stock_name: its `hidden_act`."""
+    own = EXACT_ZEROS.get(stock_name)
+    if asked is None:
+        return Activation.parse(own or "relu")
+    chosen = Activation.parse(asked)
+    if own is not None and chosen != Activation.parse(own):
+        log_once(
+            f"relufy replaces the activation {own!r} by {chosen.spec!r}, as asked: the model computes "
+            "something else until it is trained on; activation=None keeps its own"
+        )
+    return chosen
 
 
 def to_stock(model: SparseModel) -> LlamaForCausalLM | Qwen2ForCausalLM:

@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import can_return_tuple
 
 from .._checks import reject
+from .._log import log_once
 from ..functional import FfnStats
 from ..nn import SparseMLP
 from .checkpoints import IGNORED_KEYS, load_pretrained
@@ -30,6 +31,8 @@ from .layers import install_sparse_mlps, restore_layout, set_neuron_major, spars
 from .outputs import SparseCausalLMOutput
 
 _NOT_A_LABEL = -100
+# Masks of training that are searched for padding. Padded batches show it in the first one or two.
+_FIRST_MASKS = 4
 
 
 class _SparsePreTrained:
@@ -73,6 +76,7 @@ class _SparseCausalLM(_SparsePreTrained):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.l1_weight = config.sparsity_l1_coeff
+        self._masks_to_look_at = _FIRST_MASKS
         self.post_init()
 
     @property
@@ -106,14 +110,19 @@ class _SparseCausalLM(_SparsePreTrained):
         record_sparsity: bool = False,
         **kwargs: Any,
     ) -> SparseCausalLMOutput:
-        """transformers' forward; the loss has the L1 term, the output the sparsity of every layer.
+        """transformers' forward; the training loss has the L1 term, the output the sparsity of every layer.
 
-        labels [batch, tokens]:  with them loss = cross-entropy + l1_weight * L1.
+        labels [batch, tokens]:  with them loss = cross-entropy + l1_weight * L1 in training mode, and the
+                                 cross-entropy alone in eval mode; `ce_loss` and `l1_loss` are there in both.
+        attention_mask:          for the attention alone. L1, L0 and firing count padding tokens like others,
+                                 since a block never sees the mask; the first steps of training look and warn.
         num_items_in_batch:      label tokens of all micro-batches of a step: both terms are then this
                                  micro-batch's share, so that the micro-batches' losses add up to the mean.
         record_sparsity:         record statistics in eval mode without labels as well. In training mode and
                                  with labels they always are, in generation they are not.
         """
+        if self.training and labels is not None:
+            self._warn_of_padding(attention_mask)
         if use_cache is None and self.training and labels is not None:
             use_cache = False  # nobody reads it, and compiled layers would be guarded on it one by one
         record = self.training or labels is not None or record_sparsity
@@ -153,7 +162,7 @@ class _SparseCausalLM(_SparsePreTrained):
         output.l1_loss = output.l1.mean()
         output.l0 = torch.stack([layer.l0.to(device) for layer in stats])
         output.firing = tuple(layer.firing for layer in stats)
-        if labels is not None:
+        if labels is not None and self.training:
             # A copy: the next step's weight may be set before this one's backward.
             weight = self._l1_weight.to(output.l1_loss.dtype, copy=True)
             if num_items_in_batch is not None:
@@ -162,6 +171,18 @@ class _SparseCausalLM(_SparsePreTrained):
                 weight = weight * _share_of(shifted, num_items_in_batch, kwargs).to(output.l1_loss)
             output.loss = stock.loss + weight * output.l1_loss
         return output
+
+    def _warn_of_padding(self, attention_mask: Any) -> None:
+        """Look for padding in the first masks that can be read; reading one on a GPU waits for it."""
+        if torch.compiler.is_compiling() or not self._masks_to_look_at or not _is_readable(attention_mask):
+            return
+        self._masks_to_look_at -= 1
+        if not attention_mask.all():
+            self._masks_to_look_at = 0
+            log_once(
+                "training on padding: the attention mask has zeros, but the L1 term and the statistics (l1, "
+                "l0, firing) count padding tokens like others; pack sequences, or group those of one length"
+            )
 
     def _check_l1_gradient(self, mlps: list[SparseMLP], stats: list[FfnStats]) -> None:
         if torch.compiler.is_compiling() or not (self.training and torch.is_grad_enabled()):
@@ -176,6 +197,17 @@ class _SparseCausalLM(_SparsePreTrained):
                 "True: gradient checkpointing loses the gradient of the L1 term",
                 "gradient_checkpointing_kwargs={'use_reentrant': False}, or l1_weight = 0",
             )
+
+
+def _is_readable(mask: Any) -> bool:
+    """Whether `mask` is a padding mask [batch, tokens] whose values the host may ask for now."""
+    return (
+        isinstance(mask, Tensor)
+        and mask.dim() == 2
+        and not mask.is_meta
+        and not torch.jit.is_tracing()
+        and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _take_stats(mlps: list[SparseMLP]) -> list[FfnStats]:

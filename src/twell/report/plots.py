@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .._extras import missing_extra
+
 _INK = "#1f2933"
 _MUTED = "#7b8794"
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626")
@@ -123,5 +125,5 @@ def _matplotlib_figure() -> type:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'twell[plot]'") from error
+        raise missing_extra("plots need matplotlib", "plot") from error
     return Figure

@@ -83,15 +83,10 @@ class SparseTrainer(Trainer):
 
     def evaluation_loop(self, dataloader, *_arguments: Any, metric_key_prefix: str = "eval", **_options: Any):
         """Every sequence counts once, however many processes there are: transformers' loop pads."""
-        model, tracker, weight = self.recipe.model, None, None
+        tracker = None
         if self.recipe.layers:
             tracker = FiringTracker([mlp.intermediate_size for mlp in self.recipe.layers], self.args.device)
-            weight, model.l1_weight = model.l1_weight, 0.0  # what is evaluated is the cross-entropy
-        try:
-            metrics = self._evaluate_all(dataloader.dataset, metric_key_prefix, tracker)
-        finally:
-            if weight is not None:
-                model.l1_weight = weight
+        metrics = self._evaluate_all(dataloader.dataset, metric_key_prefix, tracker)
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(dataloader.dataset)
         )

@@ -183,7 +183,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, module, name):
     for loaded in [key for key in sys.modules if key.partition(".")[0] == module]:
         monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf'needs {module}: pip install "twell\[train\]"'):
+    with pytest.raises(ImportError, match=rf'needs {module}: pip install -e "\.\[train\]" in a checkout'):
         read(source)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from ..._extras import missing_extra
+
 
 def needed(module: str, purpose: str) -> ModuleType:
     """Import `module`, or say what it is for and how to get it."""
@@ -14,4 +16,4 @@ def needed(module: str, purpose: str) -> ModuleType:
         missing = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != missing:
             raise  # the package is there, something it needs is not
-        raise ImportError(f'{purpose} needs {missing}: pip install "twell[train]"') from error
+        raise missing_extra(f"{purpose} needs {missing}", "train") from error
