@@ -27,18 +27,55 @@ def args(up, gate):
 NEEDED = FfnArgs(True, True, True, True, False, False, False, RELU)
 
 
-@torch.no_grad()
-def found(operands, needed=NEEDED):
+class Block(torch.autograd.Function):
+    """A block whose backward only asks what it may add to."""
+
+    @staticmethod
+    def forward(ctx, answers, operands, needed, *weights):
+        ctx.question = answers, operands, needed
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx, _grad):
+        answers, operands, needed = ctx.question
+        answers.append(existing_gradients(operands, needed))
+        return (None,) * 6
+
+
+def found(operands, needed=NEEDED, run=torch.Tensor.backward):
+    answers = []
+    loss = Block.apply(answers, operands, needed, operands.up, operands.down, operands.gate)
     with accumulate_in_place():
-        return existing_gradients(operands, needed)
+        run(loss)
+    (answer,) = answers
+    return answer
 
 
 def test_gradients_that_are_there():
     operands = args(weight(), weight())
     assert found(operands).up is operands.up.grad
-    with torch.no_grad():
-        assert existing_gradients(operands, NEEDED) is None  # nobody asked
     assert found(operands, NEEDED._replace(gate=False)).gate is None
+
+
+def test_nobody_asked():
+    operands, answers = args(weight(), weight()), []
+    loss = Block.apply(answers, operands, NEEDED, operands.up, operands.down, operands.gate)
+    loss.backward()
+    with torch.no_grad(), accumulate_in_place():
+        answers.append(existing_gradients(operands, NEEDED))  # nor does a backward run
+    assert answers == [None, None]
+
+
+def test_weights_that_the_backward_was_not_asked_for():
+    operands = args(weight(), weight())
+    answer = found(operands, run=lambda loss: loss.backward(inputs=[operands.up]))
+    assert answer.up is operands.up.grad
+    assert answer.down is answer.gate is None
+
+
+def test_a_gradient_that_is_returned_is_not_added():
+    operands = args(weight(), weight())
+    assert found(operands, run=lambda loss: torch.autograd.grad(loss, operands.up, allow_unused=True)) is None
 
 
 def test_one_weight_in_two_places_is_left_to_autograd():

@@ -181,6 +181,55 @@ class TestTransforms:
             stock = torch.autograd.forward_ad.unpack_dual(stock_dense(dual, up, down, gate)).tangent
         torch.testing.assert_close(ours, stock)
 
+    @pytest.mark.parametrize("plan", [None, Plan(path="row")], **plan_ids)
+    @pytest.mark.parametrize("inside", [True, False], ids=["level-inside", "level-outside"])
+    def test_compiled_forward_ad(self, fresh_compiler, plan, inside):
+        """The level entered by the compiled code itself, or around a graph compiled without one."""
+        x, up, down, gate = operands()
+        tangent = torch.ones_like(x)
+        forward_ad = torch.autograd.forward_ad
+
+        def differentiate(function, x, tangent):
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(function(forward_ad.make_dual(x, tangent))).tangent
+
+        def block(x):
+            return ffn(x, up, down, gate, plan=plan)
+
+        if inside:
+            found = torch.compile(lambda *t: differentiate(block, *t), backend="aot_eager")(x, tangent)
+        else:
+            compiled = torch.compile(block, backend="aot_eager")
+            compiled(x)
+            found = differentiate(compiled, x, tangent)
+            torch.testing.assert_close(compiled(x), stock_dense(x, up, down, gate))
+        torch.testing.assert_close(found, differentiate(lambda x: stock_dense(x, up, down, gate), x, tangent))
+
+    @pytest.mark.parametrize("op", [torch.ops.twell.ffn, torch.ops.twell.ffn_train])
+    def test_ops_refuse_tangents(self, op):
+        x, *weights = operands()
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+            with pytest.raises(ValueError, match="got a tangent"):
+                op(dual, *weights, None, None, None, "relu", "row", 0, "cpu", False)
+            op(x, *weights, None, None, None, "relu", "row", 0, "cpu", False)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_few_16_bit_tokens_without_16_bit_units(self, monkeypatch, dtype):
+        """Dense products over such weights are sums of rows, which have neither tangent nor batching rule."""
+        monkeypatch.setattr("twell.kernels.cpu_down.has_native_gemm", lambda dtype: False)
+        x, up, down, gate = operands(dtype=dtype)
+        down = down.mT.contiguous().mT
+        forward_ad = torch.autograd.forward_ad
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(x, torch.ones_like(x))
+            ours = forward_ad.unpack_dual(ffn(dual, up, down, gate)).tangent
+            stock = forward_ad.unpack_dual(stock_dense(dual, up, down, gate)).tangent
+        torch.testing.assert_close(ours, stock)
+        with torch.no_grad():
+            ours = torch.func.vmap(lambda x: ffn(x, up, down, gate))(x.unsqueeze(1))
+        torch.testing.assert_close(ours.squeeze(1), stock_dense(x, up, down, gate))
+
     @pytest.mark.parametrize("plan", PLANS, **plan_ids)
     def test_per_sample_gradients(self, plan):
         x, up, down, gate = operands()

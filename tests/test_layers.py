@@ -11,13 +11,14 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_checks", "_extras", "_files", "_log", "_processor", "_ran", "_transformers_hook", "_version"},
+    {"_after_import", "_checks", "_extras", "_files", "_log"},
+    {"_processor", "_ran", "_transformers_hook", "_version"},
     {"activations"},
     {"reference", "formats", "synthetic"},
     {"kernels"},
     {"backends", "accumulation"},
     {"plan"},
-    {"_ahead", "ops"},
+    {"_ahead", "_flops", "ops"},
     {"functional"},
     {"nn"},
     {"__init__"},

@@ -14,7 +14,7 @@ from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, recorded_pat
 from twell.kernels import cpu_backward
 
 from .accuracy import stock_dense
-from .training import NAMES, assert_gradients_accurate, block
+from .training import NAMES, assert_gradients_accurate, assert_l1_alone, block, gradients
 
 ROW = Plan(path="row")
 HIDDEN, NEURONS, TOKENS = 128, 512, 64
@@ -100,6 +100,81 @@ def test_higher_derivatives(plan, order):
         derivative(lambda **t: ffn(**t, plan=plan)), derivative(stock_dense), strict=True
     ):
         torch.testing.assert_close(found, wanted)
+
+
+SUBSETS = [{name} for name in NAMES] + [{"down", "down_bias"}, {"x", "down"}, {"up", "gate_bias"}, set(NAMES)]
+
+
+any_subset = pytest.mark.parametrize(
+    ("gated", "trained"),
+    [
+        (gated, names)
+        for gated in (True, False)
+        for names in SUBSETS
+        if gated or not names <= {"gate", "gate_bias"}
+    ],
+    ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else "gated" if value else "plain",
+)
+
+
+def small_block(gated, trained):
+    """Operands, the names of those that are trained, and these, as leaves."""
+    operands = block(3, nnz=4, dtype=torch.float64, gated=gated, bias=True, hidden=4, neurons=12)
+    names = [name for name in NAMES if name in trained and operands[name] is not None]
+    return operands, names, [operands[name].requires_grad_() for name in names]
+
+
+@pytest.mark.parametrize("l1", [False, True], ids=["y", "y-and-l1"])
+@any_subset
+def test_second_derivatives_of_any_subset(plan, gated, l1, trained):
+    operands, names, leaves = small_block(gated, trained)
+
+    def run(*tensors):
+        y, stats = ffn_with_stats(**operands | dict(zip(names, tensors, strict=True)), plan=plan)
+        return (y, stats.l1) if l1 and stats.l1.requires_grad else y
+
+    assert torch.autograd.gradgradcheck(run, leaves, eps=1e-7, atol=1e-5)
+
+
+@any_subset
+def test_penalties_on_gradients_of_any_subset(plan, gated, trained):
+    """The gradient of y is a constant: that of `down` alone then leaves nothing to differentiate."""
+    operands, _names, leaves = small_block(gated, trained)
+
+    def penalised(run):
+        y = run(**operands)
+        loss = y.square().sum()
+        for gradient in torch.autograd.grad(y.sum(), leaves, create_graph=True):
+            loss = loss + gradient.square().sum()
+        return torch.autograd.grad(loss, leaves)
+
+    for mine, stock in zip(penalised(lambda **t: ffn(**t, plan=plan)), penalised(stock_dense), strict=True):
+        torch.testing.assert_close(mine, stock)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_a_loss_of_l1_alone(always_sparse, plan, gated):
+    def penalty(**tensors):
+        return ffn_with_stats(**tensors, plan=plan)[1].l1
+
+    assert_l1_alone(large_block(gated=gated, bias=True), penalty)
+
+
+def test_a_loss_of_l1_alone_through_the_op_that_saves_nothing():
+    def penalty(**tensors):
+        return torch.ops.twell.ffn(*tensors.values(), "relu", "row", 0, "cpu", True)[1]
+
+    assert_l1_alone(large_block(bias=True), penalty)
+
+
+def test_a_loss_without_the_l1_that_was_recorded(always_sparse, plan):
+    """A gradient of zero is none: times the sign of a NaN it would be NaN."""
+    operands = large_block(bias=True)
+    operands["up_bias"][3] = torch.nan
+    found = gradients(operands, lambda **tensors: ffn_with_stats(**tensors, plan=plan)[0])
+    wanted = gradients(operands, lambda **tensors: ffn(**tensors, plan=plan))
+    for name, gradient in wanted.items():
+        assert torch.equal(found[name].nan_to_num(7.0), gradient.nan_to_num(7.0)), name
 
 
 def test_a_batch_that_starts_with_inactive_tokens():

@@ -80,6 +80,28 @@ def assert_gradients_accurate(operands, activation, run):
         assert_accurate(gradient, exact[name], dense[name], f"gradient of {name}")
 
 
+def assert_l1_alone(operands, penalty):
+    """A loss of `penalty(**operands)`, the L1: as stock autograd has it, no gradient for `down`, and nothing
+    of it, an Inf say, in the others."""
+    operands["down"][3] = torch.inf
+
+    def run(loss_of):
+        leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in operands.items()}
+        loss_of(**leaves).backward()
+        return {name: leaf.grad for name, leaf in leaves.items() if leaf is not None}
+
+    def stock(**tensors):
+        hidden = stock_hidden("relu", **tensors)
+        return hidden.abs().sum(dtype=torch.float32) / hidden.shape[0]
+
+    found, wanted = run(penalty), run(stock)
+    assert found["down"] is None
+    assert found.get("down_bias") is None
+    for name, gradient in wanted.items():
+        if gradient is not None:
+            torch.testing.assert_close(found[name], gradient)
+
+
 def stock_hidden(activation, x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
     identity = torch.eye(up.shape[0], dtype=x.dtype, device=x.device)
     return stock_dense(x, up, identity, gate, activation=activation, up_bias=up_bias, gate_bias=gate_bias)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ._after_import import after_import
 from ._log import log_once
 
 _AUTO_MODULE = "transformers.models.auto.configuration_auto"
+_FAILURE = "the models of twell.hf are not registered with transformers"
 _CONFIGS = {"llama_sparse_relu": "SparseLlamaConfig", "qwen2_sparse_relu": "SparseQwen2Config"}
 
 
@@ -24,8 +25,8 @@ def install() -> None:
     auto_module = sys.modules.get(_AUTO_MODULE)
     if auto_module is not None and hasattr(auto_module, "CONFIG_MAPPING"):
         _register(auto_module)
-    elif not any(isinstance(finder, _AutoModuleFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AutoModuleFinder())
+    else:
+        after_import(_AUTO_MODULE, _register, _FAILURE)
 
 
 class _StandIn(type):
@@ -53,37 +54,4 @@ def _register(auto_module: ModuleType) -> None:
                 stand_in = _StandIn(name, (), {"model_type": model_type})
                 auto_module.CONFIG_MAPPING.register(model_type, stand_in, exist_ok=True)
     except Exception as error:
-        log_once(f"the models of twell.hf are not registered with transformers: {error!r}")
-
-
-class _AutoModuleFinder:
-    """Finds transformers' auto module as the other finders do, and has `_register` run after its code."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if fullname != _AUTO_MODULE:
-            return None
-        for finder in list(sys.meta_path):
-            find_spec = getattr(finder, "find_spec", None)
-            spec = None if finder is self or find_spec is None else find_spec(fullname, path, target)
-            if spec is not None:
-                self._register_after(spec)
-                return spec
-        return None
-
-    def _register_after(self, spec: ModuleSpec) -> None:
-        execute = getattr(spec.loader, "exec_module", None)
-
-        def execute_and_register(module: ModuleType) -> None:
-            execute(module)
-            if module.__name__ == _AUTO_MODULE:  # a loader may serve many modules: that of a zip file does
-                _register(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-
-        try:
-            if execute is not None:
-                spec.loader.exec_module = execute_and_register
-        except AttributeError:
-            log_once(
-                f"the models of twell.hf are not registered with transformers: {spec.loader!r} is closed"
-            )
+        log_once(f"{_FAILURE}: {error!r}")

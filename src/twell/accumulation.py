@@ -27,10 +27,10 @@ def accumulate_in_place() -> Iterator[None]:
     that were cast or otherwise derived, and all of a block whose `down` is not neuron-major, go through
     autograd as ever.
 
-    For `.backward()` only: in a block of this, `torch.autograd.grad` would find None for weights and their
-    `.grad` changed. Only on the device's default stream; elsewhere autograd does it, which knows who has to
-    wait for whom. Wrappers that wait for gradients to pass through autograd (DDP outside of `no_sync`,
-    FSDP) do not see these.
+    Only for weights whose `.grad` the running backward is to change: `torch.autograd.grad` and
+    `.backward(inputs=...)` leave others as they are. Only on the device's default stream; elsewhere autograd
+    does it, which knows who has to wait for whom. Wrappers that wait for gradients to pass through autograd
+    (DDP outside of `no_sync`, FSDP) do not see these.
     """
     global _users
     _users += 1
@@ -45,6 +45,10 @@ def existing_gradients(args: FfnArgs, needed: FfnArgs) -> Existing | None:
     if not _users or torch.is_grad_enabled() or not _on_default_stream(args.x):
         return None
     wanted = [place for place in ("up", "down", "gate") if getattr(needed, place)]
+    try:
+        wanted = [place for place in wanted if _is_accumulated(getattr(args, place))]
+    except (RuntimeError, ValueError):  # `autograd.grad` runs, or it is no trained leaf: autograd does it
+        return None
     found = {place: _gradient_of(getattr(args, place), place == "down") for place in wanted}
     dtypes = {None if gradient is None else gradient.dtype for gradient in found.values()}
     if len(dtypes) != 1 or dtypes <= {None} or not dtypes <= {torch.float32, args.x.dtype}:
@@ -59,9 +63,16 @@ def _on_default_stream(x: Tensor) -> bool:
     return not x.is_cuda or torch.cuda.current_stream(x.device) == torch.cuda.default_stream(x.device)
 
 
+def _is_accumulated(weight: Tensor) -> bool:
+    """Whether the running backward adds to the `.grad` of this leaf; raises where it only returns it."""
+    if not weight.is_leaf:
+        raise ValueError("no leaf")
+    return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(weight).node)
+
+
 def _gradient_of(weight: Tensor, transposed: bool) -> Tensor | None:
     """`weight.grad` if kernels can add to it, and nobody would miss that it did not pass through autograd."""
-    if not weight.is_leaf or weight._backward_hooks or weight._post_accumulate_grad_hooks:
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         return None
     gradient = weight.grad
     if type(gradient) is not Tensor or gradient.is_sparse or gradient.device != weight.device:

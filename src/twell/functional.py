@@ -231,11 +231,24 @@ def _transformed() -> bool:
     The registered op has a reverse-mode rule only; behind it a tangent would silently become zero.
     """
     if torch.compiler.is_compiling():
-        return torch._C._are_functorch_transforms_active()
+        return torch._C._are_functorch_transforms_active() or _traced_forward_mode()
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         log_once("running dense: inside a torch.func transform or forward-mode differentiation")
         return True
     return False
+
+
+def _traced_forward_mode() -> bool:
+    """Whether the code being traced runs inside a dual level.
+
+    A level that the traced code has entered itself is over when guards are checked, so only the constant sees
+    it. Outside of any, reading the level makes it a guard: a later call inside of one compiles again.
+    """
+    return _in_dual_level() or forward_ad._current_level >= 0
+
+
+def _in_dual_level() -> bool:
+    return forward_ad._current_level >= 0
 
 
 def _resolve_constant(*call: str | torch.dtype | int | bool | None) -> tuple[str, int, str]:
@@ -245,6 +258,7 @@ def _resolve_constant(*call: str | torch.dtype | int | bool | None) -> tuple[str
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler (2 s) with twell.
 _resolve_constant._dynamo_marked_constant = True
+_in_dual_level._dynamo_marked_constant = True
 
 
 @lru_cache(maxsize=4096)

@@ -5,31 +5,37 @@
     torch.ops.twell.ffn_backward    gradients of the block from that
 
 They take tokens flattened to [M, D] and a resolved plan. With `record`, the first two also return the L1
-value and per-neuron firing counts, else empty tensors.
+value and per-neuron firing counts, else empty tensors. Their derivatives are reverse-mode; a tensor that
+carries a tangent of forward-mode differentiation is refused.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from ._checks import reject
+from ._flops import count_flops_in_torch
 from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import Existing, FfnArgs, Saved
+from .kernels.args import Existing, FfnArgs, Gradients, Saved
 from .kernels.dense import dense_backward
 
 _OPERANDS = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
 )
 _NUMBER = 7  # of operands
+_NOTHING = (None,) * (_NUMBER + 5)  # gradients of the arguments of `ffn` and `ffn_train`
+_STAND_IN_OUTPUTS = 64  # a number of outputs that every kernel takes
 _PLAN = "str activation, str path, int block_rows, str backend"
 _library = torch.library.Library("twell", "DEF")
 _library.define(f"ffn({_OPERANDS}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor)")
 _library.define(f"ffn_train({_OPERANDS}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(
-    f"ffn_backward(Tensor grad_y, Tensor? grad_l1, {_OPERANDS}, Tensor lists, Tensor counts, str activation, "
-    "int block_rows, str backend, bool[] needed) "
+    f"ffn_backward(Tensor? grad_y, Tensor? grad_l1, {_OPERANDS}, Tensor lists, Tensor counts, "
+    "str activation, int block_rows, str backend, bool[] needed) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -38,8 +44,22 @@ def _args(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
     return FfnArgs(*tensors, Activation.parse(activation))
 
 
+def _refuse_tangents(tensors: list[Tensor | None]) -> None:
+    """Eager calls run dense in forward mode; a graph that was compiled without it must not drop a tangent."""
+    if forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            reject(
+                "a tensor of torch.ops.twell",
+                "a tangent of forward-mode differentiation",
+                "tensors without tangents; twell.ffn, compiled inside of the dual level, differentiates them",
+            )
+
+
 def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
+    _refuse_tangents(tensors)
     args = _args(tensors, activation)
     y, l1, firing = get_backend(backend).forward(args, path, block_rows, record)
     return (y, l1, firing) if record else (y, *_no_statistics(args.x))
@@ -47,6 +67,7 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 def _train_forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
+    _refuse_tangents(tensors)
     args = _args(tensors, activation)
     training = get_backend(backend).training
     if training is None:
@@ -89,18 +110,42 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 def _gradients(*inputs) -> tuple[Tensor, ...]:
     """As the op returns them: empty where a gradient is not needed, that of `down` laid out like `down`."""
     grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
+    _refuse_tangents([grad_y, grad_l1, *tensors])
     args = _args(tensors, activation)
     wanted = FfnArgs(*needed, args.activation)
-    kernels = get_backend(backend)
-    if kernels.training is not None:
-        saved = Saved(lists, counts)
-        found = kernels.training.backward(args, saved, block_rows, grad_y, grad_l1, wanted)
-    else:
-        found = (kernels.backward or dense_backward)(args, grad_y, grad_l1, wanted)
-    found = list(found)
+    found = list(_backward(backend, args, Saved(lists, counts), block_rows, grad_y, grad_l1, wanted))
     if found[2] is not None:
         found[2] = _laid_out_like(found[2], args.down)
     return tuple(args.x.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
+def _backward(
+    backend: str,
+    args: FfnArgs,
+    saved: Saved,
+    block_rows: int,
+    grad_y: Tensor | None,
+    grad_l1: Tensor | None,
+    wanted: FfnArgs,
+    *into: Existing,
+) -> Gradients:
+    """The backend's own backward; grad_y None: the output has no part in the loss."""
+    kernels = get_backend(backend)
+    if kernels.training is None and kernels.backward is None:
+        return dense_backward(args, grad_y, grad_l1, wanted)
+    if grad_y is None:
+        args, grad_y = _without_output(args)
+    if kernels.training is None:
+        return kernels.backward(args, grad_y, grad_l1, wanted)
+    return kernels.training.backward(args, saved, block_rows, grad_y, grad_l1, wanted, *into)
+
+
+def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
+    """The block with zeros in the place of `down`, and of grad_y: an Inf in the real one times a gradient
+    of 0 would be NaN, where autograd never multiplies the two."""
+    tokens, neurons = args.x.shape[0], args.up.shape[0]
+    down = args.up.new_zeros(neurons, _STAND_IN_OUTPUTS).mT
+    return args._replace(down=down, down_bias=None), args.x.new_zeros(tokens, _STAND_IN_OUTPUTS)
 
 
 def _laid_out_like(gradient: Tensor, down: Tensor) -> Tensor:
@@ -126,14 +171,26 @@ def _save_operands(ctx, inputs, output) -> None:
     *tensors, activation, _path, _block_rows, backend, record = inputs
     ctx.save_for_backward(*tensors)
     ctx.activation, ctx.backend, ctx.record = activation, backend, record
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
 
 
-def _recompute(ctx, grad_y: Tensor, grad_l1: Tensor, _grad_firing) -> tuple[Tensor | None, ...]:
+def _needed(ctx, grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
+    """Which operands get a gradient: as stock autograd has it, only y gives one to `down` and `down_bias`."""
+    needed = FfnArgs(*ctx.needs_input_grad[:_NUMBER], None)
+    if grad_y is None:
+        needed = needed._replace(down=False, down_bias=False)
+    return [wanted and (grad_y is not None or grad_l1 is not None) for wanted in needed[:-1]]
+
+
+def _recompute(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing) -> tuple[Tensor | None, ...]:
     """Of `ffn`, which saves nothing: from traceable operations, so a compiled backward fuses them."""
+    grad_l1 = grad_l1 if ctx.record else None
+    needed = _needed(ctx, grad_y, grad_l1)
+    if not any(needed):
+        return _NOTHING
     args = _args(ctx.saved_tensors, ctx.activation)
-    needed = FfnArgs(*ctx.needs_input_grad[:_NUMBER], args.activation)
-    gradients = dense_backward(args, grad_y, grad_l1 if ctx.record else None, needed)
+    gradients = dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation))
     return (*gradients, None, None, None, None, None)
 
 
@@ -142,14 +199,16 @@ def _save_active(ctx, inputs, output) -> None:
     _y, _l1, firing, lists, counts = output
     ctx.save_for_backward(*tensors, lists, counts)
     ctx.activation, ctx.block_rows, ctx.backend, ctx.record = activation, block_rows, backend, record
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(firing, lists, counts)
 
 
-def _from_active(ctx, grad_y: Tensor, grad_l1: Tensor, *_rest) -> tuple[Tensor | None, ...]:
+def _from_active(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> tuple[Tensor | None, ...]:
     """Of `ffn_train`."""
-    needed = list(ctx.needs_input_grad[:_NUMBER])
-    if not ctx.record:
-        grad_l1 = None
+    grad_l1 = grad_l1 if ctx.record else None
+    needed = _needed(ctx, grad_y, grad_l1)
+    if not any(needed):
+        return _NOTHING
     plan = ctx.activation, ctx.block_rows, ctx.backend
     saved = ctx.saved_tensors  # once: checkpoints hand them out once
     into = _existing(saved, plan, needed)
@@ -162,17 +221,19 @@ def _from_active(ctx, grad_y: Tensor, grad_l1: Tensor, *_rest) -> tuple[Tensor |
 
 
 def _existing(saved: tuple[Tensor | None, ...], plan: tuple, needed: list[bool]) -> Existing | None:
-    """Gradients to add to, if that is asked for and the backend can."""
+    """Gradients to add to, if that is asked for, the backend can, and nobody looks for the op."""
     activation, _block_rows, backend = plan
     training = get_backend(backend).training
     if training is None or not training.adds or torch.compiler.is_compiling():
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:
         return None
     args = _args(saved[:_NUMBER], activation)
     return existing_gradients(args, FfnArgs(*needed, args.activation))
 
 
 def _added(
-    grad_y: Tensor,
+    grad_y: Tensor | None,
     grad_l1: Tensor | None,
     saved: tuple[Tensor | None, ...],
     plan: tuple,
@@ -182,19 +243,20 @@ def _added(
     """The backward without the op, which must not change what it is given."""
     activation, block_rows, backend = plan
     *tensors, lists, counts = saved
+    _refuse_tangents([grad_y, grad_l1, *tensors])
     args = _args(tensors, activation)
     wanted = FfnArgs(*needed, args.activation)
-    training = get_backend(backend).training
-    return training.backward(args, Saved(lists, counts), block_rows, grad_y, grad_l1, wanted, into)
+    return _backward(backend, args, Saved(lists, counts), block_rows, grad_y, grad_l1, wanted, into)
 
 
 def _save_for_second(ctx, inputs, output) -> None:
     grad_y, grad_l1, *tensors, _lists, _counts, activation, _block_rows, _backend, needed = inputs
     ctx.save_for_backward(grad_y, grad_l1, *tensors)
     ctx.activation, ctx.needed = activation, needed
+    ctx.set_materialize_grads(False)
 
 
-def _second(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     """Of `ffn_backward`, for second and higher derivatives: dense, through autograd."""
     further = torch.is_grad_enabled()
     with torch.enable_grad():
@@ -204,14 +266,22 @@ def _second(ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_y, grad_l1, *tensors = saved
         args = _args(tensors, ctx.activation)
         found = dense_backward(args, grad_y, grad_l1, FfnArgs(*ctx.needed, args.activation))
-        pairs = [(f, g) for f, g in zip(found, grads, strict=True) if f is not None and f.requires_grad]
-        outputs, weights = zip(*pairs, strict=True)
+        # A gradient may not depend on what is differentiated: that of `down_bias` depends on grad_y alone.
+        pairs = [
+            (gradient, weight)
+            for gradient, weight in zip(found, grads, strict=True)
+            if gradient is not None and gradient.requires_grad and weight is not None
+        ]
         inputs = [t for t, w in zip(saved, wanted, strict=True) if w]
-        results = torch.autograd.grad(outputs, inputs, weights, create_graph=further, allow_unused=True)
-    results = iter(results)
-    return (*(next(results) if w else None for w in wanted), None, None, None, None, None, None)
+        results: tuple[Tensor | None, ...] = (None,) * len(inputs)
+        if pairs and inputs:
+            outputs, weights = zip(*pairs, strict=True)
+            results = torch.autograd.grad(outputs, inputs, weights, create_graph=further, allow_unused=True)
+    left = iter(results)
+    return (*(next(left) if w else None for w in wanted), None, None, None, None, None, None)
 
 
+count_flops_in_torch()
 _library.impl("ffn", _forward, "CompositeExplicitAutograd")
 _library.impl("ffn_train", _train_forward, "CompositeExplicitAutograd")
 _library.impl("ffn_backward", _gradients, "CompositeExplicitAutograd")

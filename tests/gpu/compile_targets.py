@@ -29,7 +29,7 @@ POINTERS = {
     "select": "*bf16", "up": "*bf16", "values": "*bf16", "hidden": "*bf16", "y": "*bf16",
     "active": "*u8", "lists": "*i32",
     "counts": "*i32", "neurons": "*i32", "work": "*i32", "counter": "*i32", "firing": "*i64",
-    "sums": "*fp32", "words": "*i32", "down": "*bf16", "down_bias": "*bf16",
+    "sums": "*fp64", "words": "*i32", "down": "*bf16", "down_bias": "*bf16",
 }  # fmt: skip
 NUMBERS = {
     "M": "i32", "H": "i32", "D": "i32", "E": "i32", "threshold": "fp32", "chunks_per_block": "i32",

@@ -97,6 +97,18 @@ def test_statistics(interpreted, gated):
     assert stats.l1.item() == pytest.approx(exact.l1.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_l1_of_many_blocks(interpreted, gated):
+    """The first of 8 blocks is so large that float32 would lose each of the others, one by one."""
+    x, values, ones = torch.zeros(128, 8), torch.zeros(8, 8), torch.zeros(8, 8)
+    x[:16, 0], x[16:, 0], x[:, 1] = 1.0, 2.0**-24, 1.0
+    values[:, 0] = ones[:, 1] = 1.0
+    tensors = (x, ones, torch.eye(8), values) if gated else (x, values, torch.eye(8))
+    _, stats = ffn_with_stats(*tensors, plan=Plan(path="block", block_rows=16, backend=interpreted))
+    exact = reference.ffn(*tensors, dtype=torch.float64).l1.item()
+    assert abs(stats.l1.item() - exact) <= torch.finfo(torch.float32).eps / 2 * exact
+
+
 def test_slabs_of_tokens_give_the_same(interpreted, monkeypatch):
     tensors, _ = block(70)
     plan = Plan(path="block", block_rows=16, backend=interpreted)

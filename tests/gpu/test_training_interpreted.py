@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from twell import Plan, accumulate_in_place, crowded_steps, ffn, ffn_with_stats, ops
 
 from ..accuracy import stock_dense
-from ..training import assert_gradients_accurate, block, gradients
+from ..training import assert_gradients_accurate, assert_l1_alone, block, gradients
 from .test_interpreted import NEURONS
 
 
@@ -85,6 +85,13 @@ def test_the_gradient_of_down_is_laid_out_like_down(interpreted):
     for down in (operands["down"].contiguous(), operands["down"].mT.contiguous().mT):
         found = gradients(operands | {"down": down}, run_block(interpreted))
         assert found["down"].stride() == down.stride()
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_a_loss_of_l1_alone(interpreted, gated):
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    operands = block(20, dtype=torch.float32, gated=gated, bias=True)
+    assert_l1_alone(operands, lambda **tensors: ffn_with_stats(**tensors, plan=plan)[1].l1)
 
 
 def test_second_derivatives(interpreted):
@@ -190,6 +197,29 @@ def test_gradients_that_cannot_be_added_in_place_go_through_autograd(interpreted
     twice(lambda tensors: setattr(tensors["down"], "grad", torch.zeros_like(operands["down"].contiguous())))
     assert len(calls) == 2
     assert seen == [None] * 6
+
+
+def test_only_weights_that_were_named_are_added_to(interpreted, monkeypatch):
+    """With `inputs=`, and with `torch.autograd.grad`, which names what it returns."""
+    run, operands = run_block(interpreted), neuron_major(2, dtype=torch.float32)
+    wanted = gradients(operands, lambda **tensors: run(**tensors), only=WEIGHTS)
+    tensors = leaves(operands)
+    weighting = torch.Generator()
+
+    def loss():
+        y = run(**tensors)
+        return (y * torch.randn(y.shape, generator=weighting.manual_seed(1))).sum()
+
+    loss().backward()
+    seen = watch_existing(monkeypatch)
+    with accumulate_in_place():
+        loss().backward(inputs=[tensors["up"], tensors["x"]])
+        (returned,) = torch.autograd.grad(loss(), tensors["gate"])
+    assert [found is None for found in seen] == [False, True]
+    torch.testing.assert_close(tensors["up"].grad, 2 * wanted["up"])
+    for name in ("down", "gate"):
+        torch.testing.assert_close(tensors[name].grad, wanted[name])
+    torch.testing.assert_close(returned, wanted["gate"])
 
 
 def test_nothing_is_added_in_place_unless_asked(interpreted):

@@ -18,7 +18,7 @@ model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 assert type(model).__name__ == "SparseLlamaForCausalLM", type(model)
 config = AutoConfig.for_model("qwen2_sparse_relu", sparsity_l1_coeff=0.5)
 assert type(config).__name__ == "SparseQwen2Config", type(config)
-assert not any(type(finder).__name__ == "_AutoModuleFinder" for finder in sys.meta_path)
+assert not any(getattr(finder, "name", None) == hook._AUTO_MODULE for finder in sys.meta_path)
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from .._ran import note_path
@@ -30,11 +31,11 @@ def dense_forward(args: FfnArgs, record: bool) -> FfnOutput:
 
 
 def dense_backward(
-    args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+    args: FfnArgs, grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias) from recomputed activations.
 
-    grad_y:   [M, D].
+    grad_y:   [M, D] or None, where y has no part in the loss: then neither `down` nor `down_bias` gets one.
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
     Every operation is a traceable torch op, so a compiled backward fuses it.
@@ -44,32 +45,45 @@ def dense_backward(
     activated = activation(pre)
     up = linear(x, args.up, args.up_bias) if gate is not None else None
     hidden = activated if gate is None else activated * up
+    grad_down = grad_y.mT @ hidden if needed.down and grad_y is not None else None
+    grad_down_bias = grad_y.sum(0) if needed.down_bias and grad_y is not None else None
 
-    grad_hidden = grad_y @ args.down
-    if grad_l1 is not None:
-        grad_hidden = grad_hidden + hidden.sign() * (grad_l1 / max(x.shape[0], 1)).to(x.dtype)
-    if gate is None:
-        grad_gate_pre = None
+    grad_x = grad_up = grad_gate_pre = None
+    grad_hidden = _grad_hidden(args, hidden, grad_y, grad_l1) if _reaches_hidden(needed) else None
+    if grad_hidden is not None and gate is None:
         grad_up = activation.backward(grad_hidden, pre)
-    else:
+    elif grad_hidden is not None:
         grad_gate_pre = activation.backward(grad_hidden * up, pre)
         grad_up = grad_hidden * activated
-
-    grad_x = None
-    if needed.x:
+    if grad_up is not None and needed.x:
         grad_x = grad_up @ args.up
-        if gate is not None:
+        if grad_gate_pre is not None:
             grad_x = grad_x + grad_gate_pre @ gate
-    gated = grad_gate_pre is not None
     return (
         grad_x,
-        grad_up.mT @ x if needed.up else None,
-        grad_y.mT @ hidden if needed.down else None,
-        grad_gate_pre.mT @ x if gated and needed.gate else None,
-        grad_up.sum(0) if needed.up_bias else None,
-        grad_y.sum(0) if needed.down_bias else None,
-        grad_gate_pre.sum(0) if gated and needed.gate_bias else None,
+        grad_up.mT @ x if grad_up is not None and needed.up else None,
+        grad_down,
+        grad_gate_pre.mT @ x if grad_gate_pre is not None and needed.gate else None,
+        grad_up.sum(0) if grad_up is not None and needed.up_bias else None,
+        grad_down_bias,
+        grad_gate_pre.sum(0) if grad_gate_pre is not None and needed.gate_bias else None,
     )
+
+
+def _reaches_hidden(needed: FfnArgs) -> bool:
+    """Whether a gradient is needed that comes through the hidden activations."""
+    return needed.x or needed.up or needed.gate or needed.up_bias or needed.gate_bias
+
+
+def _grad_hidden(
+    args: FfnArgs, hidden: Tensor, grad_y: Tensor | None, grad_l1: Tensor | None
+) -> Tensor | None:
+    """[M, H], from y, from L1 or from both."""
+    from_y = None if grad_y is None else grad_y @ args.down
+    if grad_l1 is None:
+        return from_y
+    from_l1 = hidden.sign() * (grad_l1 / max(args.x.shape[0], 1)).to(hidden.dtype)
+    return from_l1 if from_y is None else from_y + from_l1
 
 
 def _hidden(args: FfnArgs) -> tuple[Tensor, Tensor]:
@@ -85,6 +99,17 @@ def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling() or not reads_badly(down):
         return linear(hidden, down, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if flat.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and not torch.is_grad_enabled():
+    if flat.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and _only_values_matter():
         return sum_all_rows(flat, down, bias).view(*hidden.shape[:-1], down.shape[0])
     return linear(hidden, down.contiguous(), bias)
+
+
+def _only_values_matter() -> bool:
+    """Whether nobody differentiates, transforms or watches the operations: sums of rows have no tangent, and
+    count as no product."""
+    return not (
+        torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+    )

@@ -34,7 +34,7 @@ class BlockRun:
 
 @dataclass(frozen=True)
 class Recorded:
-    """firing: int64 [H]; sums: float32 tensors whose total is the sum of |hidden| over all tokens."""
+    """firing: int64 [H]; sums: float64 tensors whose total is the sum of |hidden| over all tokens."""
 
     firing: Tensor
     sums: list[Tensor] = field(default_factory=list)
@@ -105,7 +105,7 @@ def _count_firing(stages: BlockStages, tokens: int, recorded: Recorded) -> None:
 
 def _sum_magnitudes(stages: BlockStages, tokens: int, recorded: Recorded) -> None:
     workspace = stages.workspace
-    sums = torch.empty(_grid(stages, tokens), dtype=torch.float32, device=workspace.hidden.device)
+    sums = torch.empty(_grid(stages, tokens), dtype=torch.float64, device=workspace.hidden.device)
     sum_magnitudes[_grid(stages, tokens)](
         workspace.hidden,
         workspace.active,

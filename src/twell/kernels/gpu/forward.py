@@ -87,7 +87,7 @@ def output_of(run: BlockRun, operands: Operands) -> FfnOutput:
     if run.recorded is None:
         return FfnOutput(run.y)
     total = torch.stack([sums.sum() for sums in run.recorded.sums]).sum()
-    return FfnOutput(run.y, total / operands.tokens, run.recorded.firing)
+    return FfnOutput(run.y, (total / operands.tokens).float(), run.recorded.firing)
 
 
 def _row(args: FfnArgs, record: bool) -> FfnOutput:

@@ -38,12 +38,14 @@ def sum_magnitudes(
 ):
     """sums[program] = sum of |hidden| over its neurons and blocks; one number each, so no order to lose.
 
+    Tokens of a block are added as a tree, in float32; blocks come one after the other, in float64.
+
     PACKED: rows in list order, [B, padded, ROWS]; else by neuron, [B, H, ROWS].
     """
     row = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
     token = tl.arange(0, ROWS)
     first = tl.program_id(1) * per_program
-    total = tl.zeros([NEURONS], tl.float32)
+    total = tl.zeros([NEURONS], tl.float64)
     for block in range(first, tl.minimum(first + per_program, tl.cdiv(M, ROWS))):
         if PACKED:
             live = row < tl.load(counts + block)
@@ -54,5 +56,5 @@ def sum_magnitudes(
         known = (block * ROWS + token < M)[None, :]
         cell = hidden + (start + row)[:, None] * ROWS + token[None, :]
         value = tl.load(cell, mask=live[:, None] & known, other=0.0)
-        total += tl.sum(tl.abs(value.to(tl.float32)), 1)
+        total += tl.sum(tl.abs(value.to(tl.float32)), 1).to(tl.float64)
     tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))
