@@ -23,6 +23,7 @@ except ImportError:  # Windows: nothing keeps a second run out
     fcntl = None
 
 CONFIG, METRICS, SUMMARY, DATA = "config.yaml", "metrics.jsonl", "summary.json", "data.json"
+CHOICES = "choices.json"
 _LOCK = ".twell-lock"  # its presence says that a run was here
 
 # Settings that do not change what is computed, and may therefore differ when a run is resumed.
@@ -94,10 +95,11 @@ def _take(lock: IO[str], folder: Path, argument: str) -> None:
 
 def _start(config: RunConfig, folder: Path) -> None:
     # What a run leaves that failed before its first step may be written over.
-    if _names(folder) - {CONFIG, DATA}:
+    if _names(folder) - {CONFIG, DATA, CHOICES}:
         reject("out", str(folder), "a new folder, or an empty one; to go on with that run: --resume")
     write_whole(folder / CONFIG, to_yaml(config))
-    (folder / DATA).unlink(missing_ok=True)
+    for name in (DATA, CHOICES):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> set[str]:

@@ -2,6 +2,7 @@
 
 config.yaml     the resolved settings
 data.json       what its data was
+choices.json    the measurements of the CPU that its automatic plans go by
 metrics.jsonl   every log and evaluation
 checkpoint-N/   model, optimiser, schedule, random state, firing statistics, manifest
 model/          the trained model and its tokenizer, once the run is through
@@ -25,11 +26,13 @@ from transformers.utils import logging as transformers_logging
 
 from .._checks import reject
 from .._log import log_once
+from .._processor import make_products_safe
+from ..kernels.cpu_probe import choices_kept_in
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
 from .disk import read_object, saving, write_json
-from .folder import METRICS, SUMMARY, check_data, claimed, with_absolute_paths
+from .folder import CHOICES, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .interrupt import SaveOnInterrupt
 from .metrics import MetricsFile, read_metrics
 from .model import build_model, with_checkpoint
@@ -62,6 +65,8 @@ def train(
     verify:  check the contents of all token files, not only of those that are new or have changed.
     """
     console = console or Console()
+    if config.train.precision != "float32":
+        make_products_safe()
     config = with_absolute_paths(config)
     check_reporters(config.train.report)
     if config.model.init_from is not None and not resume:  # what is resumed has its sizes already
@@ -69,7 +74,9 @@ def train(
     with claimed(config, folder, resume=resume, first=is_first()):
         if resume and (stored := _finished(config, folder)) is not None:
             return RunResult(folder=folder, finished=True, summary=stored)
-        return _train(config, folder, resume, verify, console)
+        # Which way a product takes shows in the last bits: a run goes by the same measurements to its end.
+        with choices_kept_in(folder / CHOICES, write=is_first()):
+            return _train(config, folder, resume, verify, console)
 
 
 def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
