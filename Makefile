@@ -5,9 +5,10 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo test fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,8 +28,12 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 test: $(READY)  ## run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-fuzz: $(READY)  ## run the property tests with 2,000 examples each (about 3 minutes)
+fuzz: $(READY)  ## run the property tests with 2,000 examples each and 10,000 random calls (about 8 minutes)
 	TWELL_HYPOTHESIS_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/formats
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --device cpu --cases 10000 --workers 2 --seed $(SEED) --record fuzz.json
+
+fuzz-gpu:  ## run 20,000 random calls on a GPU with the interpreter that has CUDA torch (PYTHON=..., 8 minutes)
+	PYTHONPATH=src $(PYTHON) -m tests.fuzz --device cuda --cases 20000 --seconds 480 --seed $(SEED) --record fuzz_gpu.json
 
 test-gpu:  ## run the GPU tests with the interpreter that has CUDA torch (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu
@@ -53,4 +58,4 @@ tables: $(READY)  ## regenerate every table and figure of README and docs from b
 	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis demo_out block_out
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis demo_out block_out fuzz.json fuzz_gpu.json

@@ -1,0 +1,169 @@
+"""Whether the outcome of a case is right."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .case import Case
+from .rounding import Block, Margins
+from .run import Outcome, final_operands, run_oracle, run_stock, run_twell
+from .tensors import make_operands
+
+_TIMES_STOCK = 2.0  # as in tests/accuracy.py
+_ROW_TIMES_STOCK, _ROW_SPREADS = 3.0, 6.0  # of single rows, of which there are many and of few numbers
+_SPREADS = 4.0  # of a whole, by the root of the number of its entries
+_ORACLE_ROUNDS = 4.0  # times as much in float64, where the oracle rounds as often, and long sums show
+_ALONE = 16.0  # spreads, where dense PyTorch has no number to compare with
+
+
+class StockRefusesError(Exception):
+    """PyTorch itself cannot run the case."""
+
+
+def judge(case: Case) -> tuple[list[str], list[str]]:
+    """(what is wrong with it, the paths that ran)."""
+    operands = final_operands(case)
+    try:
+        stock = run_stock(case, operands)
+    except (RuntimeError, NotImplementedError) as error:
+        raise StockRefusesError(str(error)) from error
+    exact = run_oracle(case, operands)
+    block = Block(case, operands)
+    try:
+        ours, ran = run_twell(case, make_operands(case))
+    except Exception as error:
+        return [f"raised {type(error).__name__}: {str(error)[:300]}"], []
+    return _Verdict(case, block).of(ours, stock, exact), ran
+
+
+class _Verdict:
+    def __init__(self, case: Case, block: Block) -> None:
+        self.case, self.block = case, block
+        self.margins = block.margins()
+        self.problems: list[str] = []
+        self._found: list[tuple[str, Tensor]] = []  # (what is wrong if it is above 1, how much)
+
+    def of(self, ours: Outcome, stock: Outcome, exact: Outcome) -> list[str]:
+        if self._same_kind("y", ours.y, stock.y):
+            self._compare("y", ours.y, stock.y, exact.y)
+            self._where_dense_has_no_number(ours.y, exact.y)
+        if ours.l1 is not None:
+            self._compare_l1(ours.l1, stock.l1, exact.l1)
+            self._compare_firing(ours, exact)
+        for name, gradient in exact.gradients.items():
+            mine, theirs = ours.gradients[name], stock.gradients[name]
+            if mine is None or theirs is None:
+                if mine is not theirs:
+                    self.problems.append(f"gradient of {name}: {_kind(mine)}, stock has {_kind(theirs)}")
+            elif self._same_kind(f"gradient of {name}", mine, theirs):
+                matrices = (_as_matrix(name, t) for t in (mine, theirs, gradient))
+                self._compare(name, *matrices)
+        self._settle()
+        return self.problems
+
+    def _same_kind(self, name: str, ours: Tensor, stock: Tensor) -> bool:
+        if (ours.shape, ours.dtype) != (stock.shape, stock.dtype):
+            self.problems.append(f"{name}: {_kind(ours)}, stock has {_kind(stock)}")
+            return False
+        return True
+
+    def _compare(self, name: str, ours: Tensor, stock: Tensor, exact: Tensor) -> None:
+        """Where exact and stock have numbers: ours has one, and is as accurate."""
+        label = "y" if name == "y" else f"gradient of {name}"
+        ours, stock = ours.double(), stock.double()
+        known = exact.isfinite() & stock.isfinite()
+        self._found.append((f"{label}: not finite where dense is", (known & ~ours.isfinite()).sum() * 2.0))
+        known = known & ours.isfinite()
+        error = torch.where(known, ours - exact, 0.0)
+        theirs = torch.where(known, stock - exact, 0.0)
+        scale = torch.where(known, exact, 0.0)
+        margins: Margins = self.margins[name]
+        rows = margins.spread
+        if self.case.compute_dtype == "float64":
+            rows = _ORACLE_ROUNDS * rows
+        per_row = _norms(error) / (
+            _ROW_TIMES_STOCK * _norms(theirs)
+            + _ROW_SPREADS * rows
+            + margins.slack
+            + self._floor(_norms(scale))
+        )
+        self._found.append(
+            (
+                f"{label}: a row's error over its bound",
+                per_row.nan_to_num(0.0).max(0).values if per_row.numel() else per_row.sum(),
+            )
+        )
+        spread = rows.square().sum().sqrt() * min(_SPREADS / max(error.numel(), 1) ** 0.5, _SPREADS)
+        if self.case.compute_dtype == "float64":  # the oracle rounds as well
+            spread = _SPREADS * rows.square().sum().sqrt()
+        bound = _TIMES_STOCK * theirs.norm() + spread + margins.slack.norm() + self._floor(scale.norm())
+        self._found.append((f"{label}: error over its bound", (error.norm() / bound).nan_to_num(0.0)))
+
+    def _floor(self, scale: Tensor) -> Tensor:
+        wide = self.case.compute_dtype == "float64"
+        unit = 8 * torch.finfo(torch.float64).eps if wide else torch.finfo(torch.float32).eps
+        return unit * scale + 2 * self.block.least**0.5
+
+    def _where_dense_has_no_number(self, ours: Tensor, exact: Tensor) -> None:
+        """A NaN or Inf that meets an active neuron arrives; one that meets others only may be skipped."""
+        if not self.case.specials:
+            return
+        reached = self.block.must_not_be_finite()
+        lost = (reached & ours.isfinite() & ~self.block.near.any(1, keepdim=True)).sum()
+        self._found.append(("y: finite where an active neuron has a NaN or Inf", lost * 2.0))
+        skipped = ~exact.isfinite() & ~reached & ours.isfinite()
+        values = self.block.results()["y"]
+        error = torch.where(skipped, ours.double() - values, 0.0)
+        rows = _ALONE * self.margins["y"].spread + self.margins["y"].slack + self._floor(_norms(values))
+        ratio = (_norms(error) / rows).nan_to_num(0.0)
+        self._found.append(
+            (
+                "y: beside skipped neurons, error over its bound",
+                ratio.sum() if not ratio.numel() else ratio.max(),
+            )
+        )
+
+    def _compare_l1(self, ours: Tensor, stock: Tensor, exact: Tensor) -> None:
+        if (ours.shape, ours.dtype) != (stock.shape, stock.dtype):
+            self.problems.append(f"l1: {_kind(ours)}, stock has {_kind(stock)}")
+            return
+        known = exact.isfinite() & stock.isfinite()
+        error, theirs = (ours.double() - exact).abs(), (stock.double() - exact).abs()
+        margins = self.margins["l1"]
+        bound = _TIMES_STOCK * theirs + _ROW_SPREADS * margins.spread[0] + margins.slack[0]
+        bound = bound + self._floor(exact.abs())
+        ratio = torch.where(ours.isfinite(), error / bound, 2.0)
+        self._found.append(("l1: error over its bound", torch.where(known, ratio, 0.0).nan_to_num(0.0)))
+
+    def _compare_firing(self, ours: Outcome, exact: Outcome) -> None:
+        """Counts agree but for pairs next to the threshold."""
+        if ours.firing.dtype != torch.int64 or ours.firing.shape != exact.firing.shape:
+            self.problems.append(f"firing: {_kind(ours.firing)}, expected {_kind(exact.firing)}")
+            return
+        apart = (ours.firing - exact.firing).abs() - self.block.near.sum(0)
+        self._found.append(("firing: counts differ", apart.clamp_min(0).sum() * 2.0))
+        l0 = ours.firing.sum().to(ours.l0.dtype) / max(self.case.tokens, 1)
+        self._found.append(("l0: not the mean of firing", (ours.l0 - l0).abs() * 2e6 / l0.clamp_min(1)))
+
+    def _settle(self) -> None:
+        """One look at the device for all that was found."""
+        values = torch.stack([value.double().reshape(()) for _, value in self._found]).tolist()
+        for (name, _), value in zip(self._found, values, strict=True):
+            if value > 1:
+                self.problems.append(f"{name}: {value:.3g}")
+
+
+def _as_matrix(name: str, gradient: Tensor) -> Tensor:
+    """Rows as `rounding` has them: of down, by output; of x, by token; of a bias, by entry."""
+    if name == "x":
+        return gradient.flatten(0, -2) if gradient.dim() > 1 else gradient.unsqueeze(0)
+    return gradient.unsqueeze(1) if gradient.dim() == 1 else gradient
+
+
+def _norms(matrix: Tensor) -> Tensor:
+    return matrix.square().sum(-1).sqrt()
+
+
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"

@@ -1,0 +1,192 @@
+"""One case run three times: by twell, by stock PyTorch and by the float64 oracle."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths, reference
+from twell.activations import Activation
+from twell.kernels import cpu_backward
+
+from .case import Case
+from .tensors import make_operands, make_weighting
+
+L1_WEIGHT = 0.5
+
+
+@dataclass
+class Outcome:
+    """y, [tokens, outputs]; gradients by name, None where there is none; l1 and firing if they are known."""
+
+    y: Tensor
+    gradients: dict[str, Tensor | None]
+    l1: Tensor | None = None
+    firing: Tensor | None = None
+    l0: Tensor | None = None
+
+
+def run_twell(case: Case, operands: dict[str, Tensor]) -> tuple[Outcome, list[str]]:
+    """The outcome of the last call, and the paths it took."""
+    leaves = _leaves(case, operands)
+    call = _module_call if case.entry == "module" else _function_call
+    with _switches(case), recorded_paths() as ran:
+        run = call(case, leaves)
+        with _mode(case), _autocast(case):
+            for _ in range(case.calls):
+                run()
+            if case.changed:
+                _change(leaves)
+            del ran[:]
+            y, stats = run()
+        if y.shape != (*case.leading, case.outputs):
+            raise AssertionError(f"y: shape {tuple(y.shape)}, expected {(*case.leading, case.outputs)}")
+        l1 = None if stats is None else stats.l1
+        gradients = _differentiate(case, y, l1, leaves) if case.trains else {}
+    outcome = Outcome(y.detach().view(case.tokens, case.outputs), gradients)
+    if stats is not None:
+        outcome.l1, outcome.firing, outcome.l0 = stats.l1.detach(), stats.firing, stats.l0
+    return outcome, sorted({f"{piece.phase} {piece.path}" for piece in ran})
+
+
+def run_stock(case: Case, operands: dict[str, Tensor]) -> Outcome:
+    leaves = _leaves(case, operands)
+    with torch.set_grad_enabled(case.trains), _autocast(case):
+        y, l1 = _stock(case, **leaves)
+    gradients = _differentiate(case, y, l1, leaves) if case.trains else {}
+    return Outcome(y.detach().view(case.tokens, case.outputs), gradients, l1.detach())
+
+
+def run_oracle(case: Case, operands: dict[str, Tensor]) -> Outcome:
+    """In float64, on operands as the block computes with them."""
+    compute = getattr(torch, case.compute_dtype)
+    leaves = _leaves(case, {name: t.to(compute).double() for name, t in operands.items()})
+    with torch.set_grad_enabled(case.trains):
+        exact = reference.ffn(**leaves, activation=case.activation, dtype=torch.float64)
+    gradients = _differentiate(case, exact.y, exact.l1, leaves) if case.trains else {}
+    return Outcome(
+        exact.y.detach().view(case.tokens, case.outputs), gradients, exact.l1.detach(), exact.firing
+    )
+
+
+def final_operands(case: Case) -> dict[str, Tensor]:
+    """Those of the call that is looked at."""
+    operands = make_operands(case)
+    if case.changed:
+        _change(operands)
+    return operands
+
+
+def _leaves(case: Case, operands: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().requires_grad_(case.trains and name in case.trained)
+        for name, tensor in operands.items()
+    }
+
+
+def _change(tensors: dict[str, Tensor]) -> None:
+    """Other weights, in place. Halves are exact, so that it does not matter in which dtype."""
+    with torch.no_grad():
+        for name in ("up", "down"):
+            tensors[name].data.mul_(-0.5)
+
+
+def _function_call(case: Case, leaves: dict[str, Tensor]):
+    plan = None if case.plan is None else Plan.parse(case.plan)
+
+    def run():
+        if case.entry == "ffn":
+            return ffn(**leaves, activation=case.activation, plan=plan), None
+        return ffn_with_stats(**leaves, activation=case.activation, plan=plan)
+
+    return run
+
+
+def _module_call(case: Case, leaves: dict[str, Tensor]):
+    mlp = SparseMLP(
+        case.features,
+        case.neurons,
+        gated=case.gated,
+        activation=case.activation,
+        plan=None if case.plan is None else Plan.parse(case.plan),
+        record=True,
+        neuron_major=("down", "transposed") in case.layouts,
+        device=leaves["x"].device,
+        dtype=leaves["x"].dtype,
+        **{name: name in case.biases for name in ("gate_bias", "up_bias", "down_bias")},
+    )
+    for name in case.operands:
+        if name != "x":
+            projection = getattr(mlp, f"{name.removesuffix('_bias')}_proj")
+            parameter = projection.bias if name.endswith("_bias") else projection.weight
+            parameter.data.copy_(leaves[name])
+            parameter.requires_grad_(leaves[name].requires_grad)
+            leaves[name] = parameter
+
+    def run():
+        return mlp(leaves["x"]), mlp.last_stats
+
+    return run
+
+
+def _stock(case: Case, x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
+    """y and L1 as a user writes them."""
+    linear, activation = torch.nn.functional.linear, Activation.parse(case.activation)
+    hidden = linear(x, up, up_bias)
+    hidden = activation(hidden) if gate is None else activation(linear(x, gate, gate_bias)) * hidden
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return linear(hidden, down, down_bias), hidden.abs().sum(dtype=wide) / max(case.tokens, 1)
+
+
+def _differentiate(
+    case: Case, y: Tensor, l1: Tensor | None, leaves: dict[str, Tensor]
+) -> dict[str, Tensor | None]:
+    if case.loss == "sum":
+        loss = y.sum()
+    elif case.loss == "l1":
+        loss = L1_WEIGHT * l1
+    elif case.loss == "transposed":
+        weighting = make_weighting(case, y.shape).to(y)
+        strange = weighting.reshape(case.tokens, case.outputs).mT.contiguous().mT.view(y.shape)
+        found = torch.autograd.grad(y, [leaves[name] for name in case.trained], strange, allow_unused=True)
+        return dict(zip(case.trained, found, strict=True))
+    else:
+        loss = (y * make_weighting(case, y.shape).to(y)).sum(
+            dtype=torch.promote_types(y.dtype, torch.float32)
+        )
+        if case.loss == "weighted+l1":
+            loss = loss + L1_WEIGHT * l1
+    found = torch.autograd.grad(loss, [leaves[name] for name in case.trained], allow_unused=True)
+    return dict(zip(case.trained, found, strict=True))
+
+
+def _mode(case: Case):
+    if case.mode == "inference":
+        return torch.inference_mode()
+    return torch.set_grad_enabled(case.trains)
+
+
+def _autocast(case: Case):
+    if case.autocast is None:
+        return nullcontext()
+    place = "cuda" if case.device == "cuda" else "cpu"
+    return torch.autocast(place, getattr(torch, case.autocast))
+
+
+@contextmanager
+def _switches(case: Case):
+    """Thresholds of speed out of the way: small blocks take the backward on the active set too."""
+    with ExitStack() as stack:
+        if case.sparse_backward:
+            for name, value in (
+                ("FEW_TOKENS", 1),
+                ("can_pay", lambda *_: True),
+                ("is_sparse", lambda *_: True),
+            ):
+                if hasattr(cpu_backward, name):
+                    stack.enter_context(mock.patch.object(cpu_backward, name, value))
+        yield
