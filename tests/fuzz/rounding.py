@@ -104,7 +104,7 @@ class Block:
     @cached_property
     def independent_errors(self) -> Tensor:
         """[]: how many errors a result is made of: an active pair's is in all outputs of its token."""
-        return self.active.sum().double() / self.copies
+        return (self.active & self.pre.isfinite()).sum().double() / self.copies
 
     def results(self, active: Tensor | None = None, positive: Tensor | None = None) -> dict[str, Tensor]:
         """y, l1 and gradients by name, of finite numbers; active: the pairs that are taken for active;
