@@ -39,7 +39,9 @@ class Chunk(NamedTuple):
 def prepare(device: str) -> None:
     """This process for cases on `device`: one thread, no reduced precision, kernels that were asked for."""
     torch.set_num_threads(1)
-    torch.backends.cuda.matmul.allow_tf32 = False
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = False
+    matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     if device == "interpreted":
         from .interpreted import register
 

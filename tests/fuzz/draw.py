@@ -7,13 +7,13 @@ a pool of kinds that depends on the seed, and only the rest is drawn for every c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from random import Random
 
 from .case import NAMES, Case, consistent
 
-KINDS = 24  # of a run on a GPU; about 10 kernels each
+KINDS = 16  # of a run on a GPU, of 5 to 20 kernels each
 _VALUES = ("nan", "inf", "-inf", "-0.0", "subnormal", "huge")
 _BIASES = ("up_bias", "down_bias", "gate_bias")
 
@@ -68,9 +68,7 @@ def _activation(random: Random) -> str:
 
 def _vary(random: Random, case: Case, tokens: int, trains: bool) -> Case:
     """`case` with all that costs no compile time."""
-    values = vars(case).copy()
-    values.pop("operands", None)
-    values |= {
+    values = {
         "seed": random.randrange(2**31),
         "leading": _leading(random, tokens),
         "outputs": case.features if random.random() < 0.7 else _other_size(random, case),
@@ -86,17 +84,16 @@ def _vary(random: Random, case: Case, tokens: int, trains: bool) -> Case:
         "calls": random.choice((0, 0, 0, 0, 1, 2)),
     }
     values["changed"] = values["calls"] > 0 and random.random() < 0.5
+    trained: tuple[str, ...] = ()
     if case.device == "cpu" and case.dtype == "float32" and random.random() < 0.2:
         values["autocast"] = random.choice(("bfloat16", "bfloat16", "float16"))
     if trains:
-        values["mode"] = "grad"
-        if not values["trained"]:
-            values["trained"] = _subset(random)
-    else:
-        values["trained"], values["loss"] = (), "weighted"
-        if values["mode"] != "grad" and random.random() < 0.5:
-            values["trained"] = _subset(random)
-    return consistent(Case(**values))
+        values["mode"], trained = "grad", case.trained or _subset(random)
+    elif values["mode"] != "grad" and random.random() < 0.5:
+        trained = _subset(random)  # of which nobody asks for gradients then
+    if not trains:
+        values["loss"] = "weighted"
+    return consistent(replace(case, **values, trained=trained))
 
 
 def _subset(random: Random) -> tuple[str, ...]:
@@ -147,13 +144,13 @@ def _between(random: Random, low: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What decides which kernels are compiled: a case to vary, the sizes to draw from, whether it trains."""
+    """What decides which kernels are compiled: a case to vary, the sizes and losses to draw from."""
 
     case: Case
-    tokens: tuple[int, int]
+    most_tokens: int
     features: tuple[int, ...]
     neurons: tuple[int, ...]
-    trains: bool
+    losses: tuple[str, ...]
 
 
 @lru_cache(maxsize=8)
@@ -173,16 +170,18 @@ def _draw_kind(random: Random, device: str, number: int) -> _Kind:
     if path == "block" and not few:
         rows = random.choice((16, 32) if small else (0, 64, 128))
     backend = "interpreted" if small else "gpu"
-    step = random.choice((8, 64))  # Hopper's kernels take whole steps of 64 features
+    step = (8, 64)[number // 2 % 2]  # Hopper's kernels take whole steps of 64 features
     odd = 8 if random.random() < 0.25 else 0  # a multiple of 8 that is none of 16
     if small:
         features = tuple(size for size in range(8, 65, 8) if size % 16 == odd)
         neurons = tuple(size for size in range(16, 97, 8) if size % 16 == odd)
     else:
-        features = tuple(size for size in range(64, 2049, 64))
+        # Kernels are compiled by powers of two.
+        top = random.choice((256, 512, 1024, 2048))
+        features = tuple(range(top // 2 + 64, top + 1, 64))
         if step == 8:
-            features = tuple(size for size in range(64, 2049, 8) if size % 16 == odd and size % 64)
-        top = random.choice((512, 2048, 4096, 8192))  # kernels are compiled by powers of two of neurons
+            features = tuple(size for size in range(top // 2 + 8, top, 8) if size % 16 == odd and size % 64)
+        top = random.choice((512, 2048, 4096, 8192, 8192))
         neurons = tuple(size for size in range(top // 2 + 8, min(top, 6000) + 1, 8) if size % 16 == odd)
     case = Case(
         device=device,
@@ -193,13 +192,17 @@ def _draw_kind(random: Random, device: str, number: int) -> _Kind:
         plan=f"{path}{f',rows={rows}' if rows else ''},backend={backend}",
         trained=random.choice((NAMES, NAMES, _subset(random))) if trains else (),
     )
-    most = 40 if small else 64 if few else 4096
-    return _Kind(case, (1, most), features, neurons, trains)
+    features = tuple(random.sample(features, min(6, len(features))))
+    losses = random.choice((("weighted", "sum", "transposed"), ("weighted+l1", "weighted+l1", "l1")))
+    return _Kind(case, 40 if small else 64 if few else 4096, features, neurons, losses)
 
 
 def _draw_gpu(random: Random, device: str, kind: _Kind) -> Case:
-    tokens = 0 if random.random() < 0.01 else _between(random, *kind.tokens)
-    values = vars(kind.case).copy()
-    values.pop("operands", None)
-    values |= {"features": random.choice(kind.features), "neurons": random.choice(kind.neurons)}
-    return _vary(random, Case(**values), tokens, kind.trains)
+    tokens = 0 if random.random() < 0.01 else _between(random, 1, kind.most_tokens)
+    if random.random() < 0.25:  # Hopper's forward wants many
+        tokens = random.randrange(kind.most_tokens // 4, kind.most_tokens + 1)
+    sizes = {"features": random.choice(kind.features), "neurons": random.choice(kind.neurons)}
+    case = _vary(random, replace(kind.case, **sizes), tokens, bool(kind.case.trained))
+    if case.trains:
+        case = consistent(replace(case, loss=random.choice(kind.losses), trained=kind.case.trained))
+    return case

@@ -12,7 +12,7 @@ from .tensors import make_operands
 
 _TIMES_STOCK = 2.0  # as in tests/accuracy.py
 _ROW_TIMES_STOCK, _ROW_SPREADS = 3.0, 6.0  # of single rows, of which there are many and of few numbers
-_SPREADS = 4.0  # of a whole, by the root of the number of its entries
+_SPREADS = 4.0  # of a whole, by the root of how many errors it is made of
 _ORACLE_ROUNDS = 4.0  # times as much in float64, where the oracle rounds as often, and long sums show
 _ALONE = 16.0  # spreads, where dense PyTorch has no number to compare with
 
@@ -94,9 +94,9 @@ class _Verdict:
                 per_row.nan_to_num(0.0).max(0).values if per_row.numel() else per_row.sum(),
             )
         )
-        spread = rows.square().sum().sqrt() * min(_SPREADS / max(error.numel(), 1) ** 0.5, _SPREADS)
-        if self.case.compute_dtype == "float64":  # the oracle rounds as well
-            spread = _SPREADS * rows.square().sum().sqrt()
+        spread = _SPREADS * rows.square().sum().sqrt()
+        if self.case.compute_dtype != "float64":  # whose oracle rounds as well
+            spread = spread / self.block.independent_errors.clamp(1, max(error.numel(), 1)).sqrt()
         bound = _TIMES_STOCK * theirs.norm() + spread + margins.slack.norm() + self._floor(scale.norm())
         self._found.append((f"{label}: error over its bound", (error.norm() / bound).nan_to_num(0.0)))
 

@@ -95,6 +95,17 @@ class Block:
         hidden = self.activation(self.pre) * self.up_value
         return self.active & ((self.up_value.abs() <= reach) | (hidden.abs() < self.tiny))
 
+    @property
+    def copies(self) -> int:
+        """How often each token is there."""
+        expanded = ("x", "expanded") in self.case.layouts and len(self.case.leading) > 0
+        return max(self.case.leading[0], 1) if expanded else 1
+
+    @cached_property
+    def independent_errors(self) -> Tensor:
+        """[]: how many errors a result is made of: an active pair's is in all outputs of its token."""
+        return (self.active & self.pre.isfinite()).sum().double() / self.copies
+
     def results(self, active: Tensor | None = None, positive: Tensor | None = None) -> dict[str, Tensor]:
         """y, l1 and gradients by name, of finite numbers; active: the pairs that are taken for active;
         positive: the sign of up where it is uncertain."""
@@ -103,10 +114,8 @@ class Block:
     def spreads(self) -> dict[str, Tensor]:
         """Of y, l1 and gradients by name, per row."""
         # Tokens that are all the same have the same errors, which add up instead.
-        copies = self.case.leading[0] if ("x", "expanded") in self.case.layouts and self.case.leading else 1
         return {
-            name: variance.sqrt() * max(copies, 1) ** 0.5
-            for name, (_, variance) in self._walk(None, None).items()
+            name: variance.sqrt() * self.copies**0.5 for name, (_, variance) in self._walk(None, None).items()
         }
 
     def margins(self) -> dict[str, Margins]:
