@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .jit import add_product, zero_sum
+
 
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
 @triton.jit(do_not_specialize=["M"])
@@ -43,7 +45,7 @@ def down_blocks(
     entry = tl.arange(0, DEPTH)
     count = tl.load(counts + block)
     base = hidden + block.to(tl.int64) * H * ROWS
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc = zero_sum(ROWS, WIDTH, DTYPE)
     for k in range(0, count, DEPTH):
         listed = k + entry < count
         neuron = tl.load(lists + block * H + k + entry, mask=listed, other=0)
@@ -53,7 +55,7 @@ def down_blocks(
             h = tl.load(base + (neuron * ROWS)[:, None] + token[None, :], mask=listed[:, None], other=0.0)
         inside = listed[:, None] & (column < D)[None, :]
         rows = tl.load(w + (neuron * D)[:, None] + column[None, :], mask=inside, other=0.0)
-        acc = tl.dot(h.T, rows, acc, input_precision=PRECISION)
+        acc = add_product(acc, h.T, rows, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     row = block * ROWS + token

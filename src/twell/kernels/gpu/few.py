@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .jit import activate, rounded
+from .jit import activate, add_product, rounded, zero_sum
 
 
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
@@ -96,7 +96,7 @@ def _product(
     """
     depth = tl.arange(0, DEPTH)
     weight = w + (neuron * D)[:, None]
-    acc = tl.zeros([NEURONS, ROWS], tl.float32)
+    acc = zero_sum(NEURONS, ROWS, w.dtype.element_ty)
     for k in range(0, D, DEPTH):
         column = k + depth
         rows = tl.load(weight + column[None, :], mask=wanted[:, None] & (column < D)[None, :], other=0.0)
@@ -106,8 +106,8 @@ def _product(
         else:
             inside = (token < M)[None, :] & (column < D)[:, None]
             columns = tl.load(x + (token * D)[None, :] + column[:, None], mask=inside, other=0.0)
-            acc = tl.dot(rows, columns, acc, input_precision=PRECISION)
-    return acc
+            acc = add_product(acc, rows, columns, PRECISION)
+    return acc.to(tl.float32)
 
 
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
@@ -135,7 +135,7 @@ def few_down(
     block = tl.program_id(1)
     column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     row = tl.arange(0, ROWS)
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    acc = zero_sum(ROWS, WIDTH, DTYPE)
     if CHAINED:
         gdc_wait()
     for first in range(0, tiles, TILES):
@@ -153,7 +153,7 @@ def few_down(
                 acc += tl.sum(hidden[:, None] * rows.to(tl.float32), 0)[None, :]
             else:
                 hidden = tl.load(cell[None, :] + row[:, None], mask=used[None, :], other=0.0)
-                acc = tl.dot(hidden, rows, acc, input_precision=PRECISION)
+                acc = add_product(acc, hidden, rows, PRECISION)
     if HAS_BIAS:
         acc += tl.load(bias + column, mask=column < D, other=0.0).to(tl.float32)[None, :]
     token = block * ROWS + row

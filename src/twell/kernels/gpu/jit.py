@@ -7,6 +7,27 @@ import triton.language as tl
 
 
 @triton.jit
+def zero_sum(ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Zeros [ROWS, COLUMNS] to which `add_product` adds products of DTYPE operands."""
+    if tl.float32 == DTYPE:
+        zeros = tl.zeros([ROWS, COLUMNS], tl.float64)
+    else:
+        zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
+    return zeros
+
+
+@triton.jit
+def add_product(total, a, b, PRECISION: tl.constexpr):
+    """total + a b. Tiles of float32 products are added in float64: one after the other in float32, a sum over
+    thousands of neurons erred 2.4 to 3.4 times as much as cuBLAS' (H200, 1 to 20 tokens)."""
+    if total.dtype == tl.float64:
+        total += tl.dot(a, b, input_precision=PRECISION).to(tl.float64)
+    else:
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
 def nan_max(a, b):
     """Maximum that keeps a NaN: a block with a NaN gate is active."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)

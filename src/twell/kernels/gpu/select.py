@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .jit import activate, activate_stored, nan_max, rounded
+from .jit import activate, activate_stored, add_product, nan_max, rounded, zero_sum
 
 
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
@@ -50,11 +50,12 @@ def select_blocks(
         # Neurons fastest: the programs of one wave share few blocks of x, and w stays in the L2 cache.
         block = tile // tiles_n
         first = (tile % tiles_n) * NEURONS
-        acc = tl.zeros([NEURONS, ROWS], tl.float32)
+        acc = zero_sum(NEURONS, ROWS, DTYPE)
         for k in range(0, D, DEPTH):
             w = w_desc.load([first, k])
             x = x_desc.load([block * ROWS, k])
-            acc = tl.dot(w, x.T, acc, input_precision=PRECISION)
+            acc = add_product(acc, w, x.T, PRECISION)
+        acc = acc.to(tl.float32)
         neuron = first + tl.arange(0, NEURONS)
         if HAS_BIAS:
             b = tl.load(bias + neuron, mask=neuron < H, other=0.0).to(tl.float32)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .jit import rounded
+from .jit import add_product, rounded, zero_sum
 
 
 @triton.jit
@@ -47,12 +47,12 @@ def up_blocks(
         first = (packed % chunks_per_block) * CHUNK
         listed = first + entry < tl.load(counts + block)
         neuron = tl.load(lists + block * H + first + entry, mask=listed, other=0)
-        acc = tl.zeros([CHUNK, ROWS], tl.float32)
+        acc = zero_sum(CHUNK, ROWS, DTYPE)
         for k in range(0, D, DEPTH):
             inside = listed[:, None] & (k + depth < D)[None, :]
             rows = tl.load(w + (neuron * D)[:, None] + (k + depth)[None, :], mask=inside, other=0.0)
             x = x_desc.load([block * ROWS, k])
-            acc = tl.dot(rows, x.T, acc, input_precision=PRECISION)
+            acc = add_product(acc, rows, x.T, PRECISION)
         if HAS_BIAS:
             acc += tl.load(bias + neuron, mask=listed, other=0.0).to(tl.float32)[:, None]
         cell = values + block.to(tl.int64) * H * ROWS + (neuron * ROWS)[:, None] + token[None, :]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..jit import add_product, zero_sum
+
 
 @triton.jit(do_not_specialize=["M"])
 def input_gradient(
@@ -41,7 +43,7 @@ def input_gradient(
     cell = grad_x + row.to(tl.int64)[:, None] * D + column[None, :]
     inside = (row < M)[:, None] & (column < D)[None, :]
     if entries >= LATER:
-        acc = tl.zeros([ROWS, WIDTH], tl.float32)
+        acc = zero_sum(ROWS, WIDTH, DTYPE)
         for plane in tl.static_range(PLANES):
             source = select if plane == 0 else up
             for k in range(0, entries, DEPTH):
@@ -50,7 +52,7 @@ def input_gradient(
                 wanted = listed[:, None] & (column < D)[None, :]
                 w = tl.load(source + (neuron * D)[:, None] + column[None, :], mask=wanted, other=0.0)
                 value = pool_desc.load([(1 + plane) * rows + start + k, 0])
-                acc = tl.dot(value.T, w, acc, input_precision=PRECISION)
+                acc = add_product(acc, value.T, w, PRECISION)
         if LATER:
             acc += tl.load(cell, mask=inside, other=0.0).to(tl.float32)
         tl.store(cell, acc.to(DTYPE), mask=inside)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..jit import add_product, zero_sum
+
 
 @triton.jit(do_not_specialize=["M"])
 def gather_products(
@@ -56,12 +58,12 @@ def gather_products(
         block = tl.load(work + item * 3)
         listed = entry < tl.load(work + item * 3 + 2)
         neuron = tl.load(lists + tl.load(work + item * 3 + 1) + entry, mask=listed, other=0)
-        acc = tl.zeros([CHUNK, ROWS], tl.float32)
+        acc = zero_sum(CHUNK, ROWS, DTYPE)
         if plane == 1:
             for k in range(0, E, DEPTH):
                 inside = listed[:, None] & (k + depth < E)[None, :]
                 w = tl.load(down + (neuron * E)[:, None] + (k + depth)[None, :], mask=inside, other=0.0)
-                acc = tl.dot(w, grad_desc.load([block * ROWS, k]).T, acc, input_precision=PRECISION)
+                acc = add_product(acc, w, grad_desc.load([block * ROWS, k]).T, PRECISION)
         else:
             source = select
             if plane == 2:
@@ -69,7 +71,7 @@ def gather_products(
             for k in range(0, D, DEPTH):
                 inside = listed[:, None] & (k + depth < D)[None, :]
                 w = tl.load(source + (neuron * D)[:, None] + (k + depth)[None, :], mask=inside, other=0.0)
-                acc = tl.dot(w, x_desc.load([block * ROWS, k]).T, acc, input_precision=PRECISION)
+                acc = add_product(acc, w, x_desc.load([block * ROWS, k]).T, PRECISION)
         if HAS_SELECT_BIAS:  # noqa: SIM102 - decided by the compiler, the next when it runs
             if plane == 0:
                 acc += tl.load(select_bias + neuron, mask=listed, other=0.0).to(tl.float32)[:, None]

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..jit import add_product, zero_sum
+
 
 @triton.jit(do_not_specialize=["blocks"])
 def frequent_weights(
@@ -50,7 +52,7 @@ def frequent_weights(
         entry = first + tl.arange(0, NEURONS)
         neuron = tl.load(frequent + entry, mask=entry < total, other=0)
         base = pool + tl.cast(plane, tl.int64) * rows * ROWS
-        acc = tl.zeros([NEURONS, WIDTH], tl.float32)
+        acc = zero_sum(NEURONS, WIDTH, pool.dtype.element_ty)
         for block in range(0, blocks):
             place = tl.load(places + block * H + neuron, mask=entry < total, other=0)
             here = (place > 0)[:, None] & (token < ROWS)[None, :]
@@ -60,7 +62,7 @@ def frequent_weights(
                 side = grad_desc.load([block * ROWS, column])
             else:
                 side = x_desc.load([block * ROWS, column])
-            acc = tl.dot(value, side, acc, input_precision=PRECISION)
+            acc = add_product(acc, value, side, PRECISION)
         target = grad_down
         width = E
         if plane > 0:
