@@ -178,6 +178,10 @@ class Block:
             grad = grad + sign * step
             variance = variance + unit * step**2
         variance = variance + 2 * self._stored(grad)
+        # A sum's gradient is the same for all tokens, and so is its error: of all of them, not of each.
+        common = torch.zeros_like(self.up[:, 0])
+        if case.loss == "sum" and case.tokens:
+            common = (variance[0] / grad[0].square()).nan_to_num(0.0, 0.0, 0.0)
         if case.gated:
             select = grad * up * slope
             select_variance = variance * (up * slope).square() + grad.square() * (
@@ -204,11 +208,12 @@ class Block:
             grad_x = grad_x + part
             x_variance = x_variance + (spread + sums * value.square()) @ weight.square().sum(1)
             x_variance = x_variance + self._stored(part).sum(1)
-            found[name] = self._summed(value, spread, x)
+            rows, row_variance = self._summed(value, spread, x)
+            found[name] = rows, row_variance + common * rows.square().sum(1)
             total = value.sum(0)
             found[f"{name}_bias"] = (
                 total.unsqueeze(1),
-                (spread + sums * value.square()).sum(0) + self._stored(total),
+                (spread + sums * value.square()).sum(0) + self._stored(total) + common * total.square(),
             )
         found["x"] = grad_x, x_variance + self._stored(grad_x).sum(1)
         found["down"] = self._summed(grad_y, torch.zeros_like(grad_y), hidden, hidden_variance)
