@@ -13,7 +13,7 @@ from .tensors import make_operands
 _TIMES_STOCK = 2.0  # as in tests/accuracy.py
 _ROW_TIMES_STOCK, _ROW_SPREADS = 3.0, 6.0  # of single rows, of which there are many and of few numbers
 _SPREADS = 4.0  # of a whole, by the root of how many errors it is made of
-_ORACLE_ROUNDS = 4.0  # times as much in float64, where the oracle rounds as often, and long sums show
+_ORACLE_ROUNDS = 16.0  # times as much in float64, where the oracle rounds as often, and long sums show
 _ALONE = 16.0  # spreads, where dense PyTorch has no number to compare with
 
 
