@@ -97,7 +97,9 @@ class Block:
 
     @property
     def copies(self) -> int:
-        """How often each token is there."""
+        """How often each token is there; of one feature, which is the same for all, all are alike."""
+        if self.case.features == 1:
+            return max(self.case.tokens, 1)
         expanded = ("x", "expanded") in self.case.layouts and len(self.case.leading) > 0
         return max(self.case.leading[0], 1) if expanded else 1
 
@@ -159,7 +161,7 @@ class Block:
             "l1": ((hidden.abs().sum() / tokens).view(1, 1), l1_variance.view(1)),
         }
         if case.trains:
-            sign = hidden.sign()
+            sign = hidden.sign() if up is None else _finite((act * self.up_value).sign())  # of an Inf, too
             if positive is not None:
                 sign = torch.where(self.uncertain_sign, torch.where(positive, 1.0, -1.0), sign)
             results |= self._gradients(act, act_variance, slope, hidden, hidden_variance, up, sign)
@@ -178,8 +180,8 @@ class Block:
             grad = grad + sign * step
             variance = variance + unit * step**2
         variance = variance + 2 * self._stored(grad)
-        # A sum's gradient is the same for all tokens, and so is its error: of all of them, not of each.
-        common = torch.zeros_like(self.up[:, 0])
+        # A sum's gradient is the same for all tokens, as is that of L1, and so is its error.
+        common = torch.full_like(self.up[:, 0], 2 * unit if "l1" in case.loss else 0.0)
         if case.loss == "sum" and case.tokens:
             common = (variance[0] / grad[0].square()).nan_to_num(0.0, 0.0, 0.0)
         if case.gated:
