@@ -18,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.case is not None:
         return _replay(Case.from_json(options.case))
     cases = range(options.first, options.first + options.cases)
-    campaign = Campaign(options.device, options.seed, cases, options.workers)
+    campaign = Campaign(options.device, options.seed, cases, options.workers, options.commit)
     try:
         campaign.run(lambda line: print(line, flush=True), options.seconds)
     except KeyboardInterrupt:
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seconds", type=float, default=None, help="stop after so many")
     parser.add_argument("--workers", type=int, default=1, help="processes of one thread each")
     parser.add_argument("--record", type=Path, default=None, help="write counts and failures there, as JSON")
+    parser.add_argument("--commit", default=None, help="what to record where git cannot say")
     parser.add_argument("--case", default=None, help="run one case, as a failure prints it")
     return parser
 

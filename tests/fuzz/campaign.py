@@ -15,11 +15,13 @@ import torch
 from twell.measure.environment import commit, hardware, versions
 
 from .case import Case
-from .draw import draw
+from .draw import KINDS, draw
 from .judge import StockRefusesError, judge
 from .shrink import shrink
 
 _CHUNK = {"cpu": 100, "cuda": 100, "interpreted": 2}  # cases between two lines of progress
+
+_MOST_SHRUNK = {"cpu": 10, "cuda": 2, "interpreted": 2}  # failures; on a GPU every candidate compiles kernels
 
 
 class Failure(NamedTuple):
@@ -87,13 +89,17 @@ def _labels(case: Case) -> list[str]:
 class Campaign:
     """A run of the fuzzer; `record` is what is kept of it."""
 
-    def __init__(self, device: str, seed: int, cases: range, workers: int = 1) -> None:
+    def __init__(
+        self, device: str, seed: int, cases: range, workers: int = 1, revision: str | None = None
+    ) -> None:
         self.device, self.seed, self.cases, self.workers = device, seed, cases, workers
+        self.revision = revision or commit(__file__)
         self.counts: Counter = Counter()
         self.failures: list[dict[str, Any]] = []
         self.done, self.seconds = 0, 0.0
 
-    def run(self, say: Callable[[str], None], most_seconds: float | None, most_shrunk: int = 10) -> None:
+    def run(self, say: Callable[[str], None], most_seconds: float | None) -> None:
+        most_shrunk = _MOST_SHRUNK[self.device]
         begun = said = time.monotonic()
         for chunk in self._chunks(begun, most_seconds):
             self.done += chunk.cases
@@ -110,8 +116,7 @@ class Campaign:
                 )
 
     def _chunks(self, begun: float, most_seconds: float | None) -> Iterable[Chunk]:
-        size = _CHUNK[self.device]
-        pieces = [self.cases[start : start + size] for start in range(0, len(self.cases), size)]
+        pieces = self._pieces()
         late = (lambda: False) if most_seconds is None else (lambda: time.monotonic() - begun > most_seconds)
         if self.workers <= 1:
             for piece in pieces:
@@ -126,6 +131,15 @@ class Campaign:
                     pool.shutdown(cancel_futures=True)
                     return
                 yield future.result()
+
+    def _pieces(self) -> list[range]:
+        """Stretches of cases for one process each. On a GPU each has one kind, so that processes do not all
+        compile the same kernels at once."""
+        size, kinds = _CHUNK[self.device], 1 if self.device == "cpu" else KINDS
+        longest = -(-len(self.cases) // kinds)
+        starts = range(0, longest, size)
+        pieces = [self.cases[kind::kinds][start : start + size] for start in starts for kind in range(kinds)]
+        return [piece for piece in pieces if piece]
 
     def _keep(self, failure: Failure, say: Callable[[str], None], shrinking: bool) -> None:
         say(f"case {failure.index} failed: {'; '.join(failure.problems)}")
@@ -154,7 +168,7 @@ class Campaign:
             "failed": len(self.failures),
             "counts": dict(sorted(self.counts.items())),
             "failures": self.failures,
-            "commit": commit(__file__),
+            "commit": self.revision,
             "hardware": hardware(place),
             "versions": versions(),
         }

@@ -27,6 +27,7 @@ class Case:
     mode:      "grad", "no_grad" or "inference".
     calls:     how often it is called before the call that is looked at; changed: with other weights then.
     sparse_backward:  take the CPU's backward on the active set however small the block is.
+    cpu:       what automatic plans take the CPU for, one of `run.CPUS`.
     """
 
     device: str = "cpu"
@@ -52,6 +53,7 @@ class Case:
     calls: int = 0
     changed: bool = False
     sparse_backward: bool = False
+    cpu: str = "plain"
 
     @property
     def tokens(self) -> int:

@@ -22,8 +22,7 @@ def draw(device: str, seed: int, index: int) -> Case:
     random = Random(f"twell {device} {seed} {index}")
     if device == "cpu":
         return _draw_cpu(random)
-    kind = random.choice(_kinds(device, seed))
-    return _draw_gpu(random, device, kind)
+    return _draw_gpu(random, device, _kinds(device, seed)[index % KINDS])
 
 
 def _draw_cpu(random: Random) -> Case:
@@ -43,6 +42,7 @@ def _draw_cpu(random: Random) -> Case:
         activation=_activation(random),
         biases=tuple(name for name in _BIASES if random.random() < 0.35),
         sparse_backward=random.random() < 0.5,
+        cpu=random.choice(("plain", "plain", "row", "block", "dense", "units")),
     )
     return _vary(random, case, tokens, random.random() < 0.5)
 

@@ -9,14 +9,23 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths, reference
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, recorded_paths, reference
 from twell.activations import Activation
-from twell.kernels import cpu_backward
+from twell.kernels import cpu_backward, cpu_choice, cpu_multiply, cpu_probe
 
 from .case import Case
 from .tensors import make_operands, make_weighting
 
 L1_WEIGHT = 0.5
+
+# Share of active neurons up to which the row path is taken, dense time over the block path's, 16-bit units.
+CPUS = {
+    "plain": (0.13, 2.0, False),
+    "row": (1.0, 0.0, False),
+    "block": (0.0, 2.0, False),
+    "dense": (0.0, 0.0, False),
+    "units": (0.13, 2.0, True),
+}
 
 
 @dataclass
@@ -179,14 +188,24 @@ def _autocast(case: Case):
 
 @contextmanager
 def _switches(case: Case):
-    """Thresholds of speed out of the way: small blocks take the backward on the active set too."""
+    """Thresholds of speed out of the way: small blocks take sparse paths too, as `case.cpu` says."""
     with ExitStack() as stack:
+        row_limit, block_gain, native = CPUS[case.cpu]
+        kept = {"row limit": row_limit, "dense over block": block_gain, "linear over": 0.0}
+
+        def measured(name, measure, *, otherwise):
+            return next(number for kind, number in kept.items() if name.startswith(kind))
+
+        stack.enter_context(mock.patch.object(cpu_probe, "measured", measured))
+        stack.enter_context(mock.patch.object(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0))
+        stack.enter_context(mock.patch.object(cpu_multiply, "has_native_gemm", return_value=native))
+        functional._resolve_cached.cache_clear()  # what other thresholds gave
+        stack.callback(functional._resolve_cached.cache_clear)
         if case.sparse_backward:
             for name, value in (
                 ("FEW_TOKENS", 1),
-                ("can_pay", lambda *_: True),
+                ("can_pay", lambda args, site: not site.native_16_bit),
                 ("is_sparse", lambda *_: True),
             ):
-                if hasattr(cpu_backward, name):
-                    stack.enter_context(mock.patch.object(cpu_backward, name, value))
+                stack.enter_context(mock.patch.object(cpu_backward, name, value))
         yield

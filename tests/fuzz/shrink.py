@@ -38,9 +38,19 @@ def _smallest(case: Case, simpler: Callable[[Case], Iterator[Case]], fails, end:
 
 def _options(case: Case) -> Iterator[Case]:
     default = Case()
-    plain = ("calls", "changed", "autocast", "mode", "activation", "skewed", "sparse_backward", "gated")
+    plain = (
+        "calls",
+        "changed",
+        "autocast",
+        "mode",
+        "activation",
+        "skewed",
+        "sparse_backward",
+        "gated",
+        "cpu",
+    )
     # All neurons active: then fewer are enough.
-    together = {name: getattr(default, name) for name in plain} | {"density": 1.0, "dtype": "float32"}
+    together = {name: getattr(default, name) for name in plain} | {"density": 1.0}
     yield _with(case, **together, specials=(), layouts=())
     yield _with(case, trained=())
     for name, value in together.items():

@@ -5,6 +5,8 @@ Each takes x [m, D] and activated [m, H] and returns y [m, D]; `stats` gathers w
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,19 @@ class Stats:
 
     def __init__(self, neurons: int, dtype: torch.dtype) -> None:
         self._dtype = torch.promote_types(dtype, torch.float32)
-        self._l1 = torch.zeros((), dtype=torch.float64, device="cpu")
+        self._sums: list[float] = []
         self.firing = torch.zeros(neurons, dtype=torch.int64, device="cpu")
 
     def add_hidden(self, hidden: Tensor) -> None:
-        self._l1 += hidden.abs().sum(dtype=self._dtype)
+        self._sums.append(hidden.abs().sum(dtype=self._dtype).item())
 
     def l1(self, tokens: int) -> Tensor:
         """[]: the mean over `tokens` of what was added."""
-        return (self._l1 / max(tokens, 1)).to(self._dtype)
+        try:
+            total = math.fsum(self._sums)
+        except OverflowError:
+            total = math.inf
+        return torch.tensor(total / max(tokens, 1), dtype=self._dtype, device="cpu")
 
 
 def finish_single_row(
