@@ -8,7 +8,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-pytest.importorskip("datasets")
 
 from rich.console import Console
 from safetensors.torch import load_file
