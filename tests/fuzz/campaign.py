@@ -21,6 +21,7 @@ from .shrink import shrink
 
 _CHUNK = {"cpu": 100, "cuda": 100, "interpreted": 2}  # cases between two lines of progress
 
+_MOST_RESERVED = 3 << 30  # bytes that a process keeps between two cases
 _MOST_SHRUNK = {"cpu": 10, "cuda": 2, "interpreted": 2}  # failures; on a GPU every candidate compiles kernels
 
 
@@ -63,6 +64,8 @@ def run_cases(device: str, seed: int, indices: Iterable[int]) -> Chunk:
             counts["refused by stock"] += 1
             continue
         counts.update(ran)
+        if device == "cuda" and torch.cuda.memory_reserved() > _MOST_RESERVED:
+            torch.cuda.empty_cache()  # several processes share the GPU
         if problems:
             failures.append(Failure(index, case, problems))
     return Chunk(number, counts, failures)

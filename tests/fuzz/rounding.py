@@ -24,6 +24,7 @@ from .run import L1_WEIGHT
 from .tensors import make_weighting
 
 _SUM_STEPS = 4  # roundings of a sum, in units of its terms' root of squares
+_TILE_STEPS = 32  # the same on a GPU, where the 64 products of a tile are added one after the other
 _NEAR = 4  # roundings that a pre-activation may be away from the threshold
 
 
@@ -45,7 +46,8 @@ class Block:
         self.least = (self.tiny * torch.finfo(dtype).eps) ** 2 / 12  # of a number too small for all its bits
         self.unit = torch.finfo(dtype).eps ** 2 / 12
         sums = torch.float64 if dtype == torch.float64 else torch.float32
-        self.sum_unit = _SUM_STEPS * torch.finfo(sums).eps ** 2 / 12
+        self.steps = _SUM_STEPS if case.device == "cpu" else _TILE_STEPS
+        self.sum_unit = self.steps * torch.finfo(sums).eps ** 2 / 12
         self.epsilon, self.sum_epsilon = torch.finfo(dtype).eps, torch.finfo(sums).eps
         tensors = {name: t.detach().to(dtype).double() for name, t in operands.items()}
         self.x = tensors["x"].reshape(case.tokens, case.features)
@@ -74,10 +76,10 @@ class Block:
     def near(self) -> Tensor:
         """bool [M, H]: pairs that may be active or not."""
         threshold = self.activation.threshold
-        reach = _NEAR * (self.case.features * self.pre_variance * 12 / _SUM_STEPS).sqrt()
+        reach = _NEAR * (self.case.features * self.pre_variance * 12 / self.steps).sqrt()
         if self.unit > self.sum_unit:  # a variance is mostly that of storing the value, which keeps its sign
             terms = (self.pre_variance - self.unit * _finite(self.pre).square()).clamp_min(0)
-            reach = _NEAR * (self.case.features * terms * 12 / _SUM_STEPS).sqrt()
+            reach = _NEAR * (self.case.features * terms * 12 / self.steps).sqrt()
         reach = reach + 2 * self.epsilon * threshold
         near = (self.pre - threshold).abs() <= reach
         value = self.activation(self.pre)
@@ -91,7 +93,7 @@ class Block:
         terms = (self.up_variance - self.unit * _finite(self.up_value).square()).clamp_min(0)
         if self.unit <= self.sum_unit:
             terms = self.up_variance
-        reach = _NEAR * (self.case.features * terms * 12 / _SUM_STEPS).sqrt()
+        reach = _NEAR * (self.case.features * terms * 12 / self.steps).sqrt()
         hidden = self.activation(self.pre) * self.up_value
         return self.active & ((self.up_value.abs() <= reach) | (hidden.abs() < self.tiny))
 

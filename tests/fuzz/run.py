@@ -30,11 +30,13 @@ CPUS = {
 
 @dataclass
 class Outcome:
-    """y, [tokens, outputs]; gradients by name, None where there is none; l1 and firing if they are known."""
+    """y, [tokens, outputs]; gradients by name, None where there is none; l1 and firing if they are known;
+    l1_of_hidden: that of the hidden values as they were rounded, added up in float64."""
 
     y: Tensor
     gradients: dict[str, Tensor | None]
     l1: Tensor | None = None
+    l1_of_hidden: Tensor | None = None
     firing: Tensor | None = None
     l0: Tensor | None = None
 
@@ -65,9 +67,9 @@ def run_twell(case: Case, operands: dict[str, Tensor]) -> tuple[Outcome, list[st
 def run_stock(case: Case, operands: dict[str, Tensor]) -> Outcome:
     leaves = _leaves(case, operands)
     with torch.set_grad_enabled(case.trains), _autocast(case):
-        y, l1 = _stock(case, **leaves)
+        y, l1, l1_of_hidden = _stock(case, **leaves)
     gradients = _differentiate(case, y, l1, leaves) if case.trains else {}
-    return Outcome(y.detach().view(case.tokens, case.outputs), gradients, l1.detach())
+    return Outcome(y.detach().view(case.tokens, case.outputs), gradients, l1.detach(), l1_of_hidden)
 
 
 def run_oracle(case: Case, operands: dict[str, Tensor]) -> Outcome:
@@ -78,7 +80,10 @@ def run_oracle(case: Case, operands: dict[str, Tensor]) -> Outcome:
         exact = reference.ffn(**leaves, activation=case.activation, dtype=torch.float64)
     gradients = _differentiate(case, exact.y, exact.l1, leaves) if case.trains else {}
     return Outcome(
-        exact.y.detach().view(case.tokens, case.outputs), gradients, exact.l1.detach(), exact.firing
+        exact.y.detach().view(case.tokens, case.outputs),
+        gradients,
+        exact.l1.detach(),
+        firing=exact.firing,
     )
 
 
@@ -143,12 +148,14 @@ def _module_call(case: Case, leaves: dict[str, Tensor]):
 
 
 def _stock(case: Case, x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
-    """y and L1 as a user writes them."""
+    """y and L1 as a user writes them, and L1 without the roundings of its sum."""
     linear, activation = torch.nn.functional.linear, Activation.parse(case.activation)
     hidden = linear(x, up, up_bias)
     hidden = activation(hidden) if gate is None else activation(linear(x, gate, gate_bias)) * hidden
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    return linear(hidden, down, down_bias), hidden.abs().sum(dtype=wide) / max(case.tokens, 1)
+    tokens = max(case.tokens, 1)
+    l1 = hidden.abs().sum(dtype=wide) / tokens
+    return linear(hidden, down, down_bias), l1, hidden.detach().double().abs().sum() / tokens
 
 
 def _differentiate(
