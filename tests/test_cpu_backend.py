@@ -147,6 +147,7 @@ def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
     """The form that the CPU at hand may not like is right, too."""
     monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
     monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     cpu_choices.form_gain, cpu_choices.row_limit, cpu_choices.block_gain = 2.0, 0.0, 0.0
     operands = make_ffn(tokens, 48, 160, 80, seed=12).operands()
     biases = {"up_bias": torch.randn(160), "gate_bias": torch.randn(160) / 4} if bias else {}
@@ -177,6 +178,7 @@ class TestAutoChoosesByDensity:
     def small_blocks_count(self, monkeypatch):
         # These blocks are far too small to pay; the choice by density is what is looked at.
         monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
+        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
 
     @staticmethod
     def paths_of(operands) -> list[str]:
@@ -209,6 +211,7 @@ class TestAutoChoosesByDensity:
     @pytest.mark.parametrize("tokens", [1, 128])
     def test_work_too_small_to_pay(self, tokens, monkeypatch):
         monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 1.0)
+        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 1.0)
         assert self.paths_of(make_ffn(tokens, 32, 400, 4).operands()) == ["dense"]
 
     def test_once_dense_the_rest_is_not_looked_at(self, monkeypatch):

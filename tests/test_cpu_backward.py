@@ -45,6 +45,7 @@ def taken(monkeypatch):
         monkeypatch.setattr(module, name, 1)
     monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
     monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     return taken
 
 
@@ -294,6 +295,7 @@ class TestWhenItIsTaken:
     def test_blocks_as_they_come(self, threads, monkeypatch):
         torch.set_num_threads(threads)
         monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)  # many cores may need larger blocks
+        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
         sparse: list[bool] = []
         look = module.is_sparse
         monkeypatch.setattr(module, "is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])

@@ -302,8 +302,8 @@ class TestForms:
         torch.manual_seed(0)
         x, weight = torch.randn(tokens, inputs), torch.randn(outputs, inputs)
         forms = [cpu_multiply._weight_first]
-        if tokens == 1 and cpu_multiply._trial(1, outputs, inputs, 1)[0] is not None:
-            forms.append(cpu_multiply._onednn_vector)
+        if tokens == 1 and cpu_multiply._trial(1, outputs, inputs, 1, False)[0] is not None:
+            forms.append(cpu_multiply._onednn)
         exact = x.double() @ weight.double().mT
         # However a sum of n products is ordered, it errs by at most n units of what its terms add up to.
         bound = inputs * torch.finfo(torch.float32).eps * (x.double().abs() @ weight.double().abs().mT)
@@ -321,7 +321,7 @@ class TestForms:
         x, weight = torch.randn(4, 64), torch.randn(32, 64)
         assert not cpu_multiply._is_as_accurate(careless, x, weight)
         assert cpu_multiply._is_as_accurate(torch.nn.functional.linear, x, weight)
-        assert cpu_multiply._gain(careless, 4, 32, 64) == cpu_multiply._ROUNDS_WORSE
+        assert cpu_multiply._gain(careless, 4, 32, 64, False) == cpu_multiply._ROUNDS_WORSE
 
     @pytest.mark.parametrize(("gain", "other"), [(2.0, True), (1.05, False), (0.5, False), (1e-3, False)])
     @pytest.mark.parametrize("tokens", [1, 13])
@@ -332,7 +332,7 @@ class TestForms:
         cpu_multiply._trial.cache_clear()
         form = cpu_multiply.best_form(tokens, 512, 512, 1)
         cpu_multiply._trial.cache_clear()
-        taken = cpu_multiply._onednn_vector if tokens == 1 else cpu_multiply._weight_first
+        taken = cpu_multiply._onednn if tokens == 1 else cpu_multiply._weight_first
         assert form is (taken if other else torch.nn.functional.linear)
 
     @pytest.mark.parametrize("reason", ["tokens", "dtype", "small", "strides", "named"])
@@ -346,7 +346,7 @@ class TestForms:
         elif reason == "small":
             x, weight = x[:, :64], weight[:64, :64].contiguous()
         elif reason == "strides":
-            weight = weight.mT
+            weight = weight.repeat(1, 2)[:, ::2]
         product = cpu_multiply.multiply(x, weight, tuned=reason != "named")
         assert torch.equal(product, torch.nn.functional.linear(x, weight))
 

@@ -217,7 +217,7 @@ class TestTransforms:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_few_16_bit_tokens_without_16_bit_units(self, monkeypatch, dtype):
         """Dense products over such weights are sums of rows, which have neither tangent nor batching rule."""
-        monkeypatch.setattr("twell.kernels.cpu_down.has_native_gemm", lambda dtype: False)
+        monkeypatch.setattr("twell.kernels.cpu_multiply.has_native_gemm", lambda dtype: False)
         x, up, down, gate = operands(dtype=dtype)
         down = down.mT.contiguous().mT
         forward_ad = torch.autograd.forward_ad

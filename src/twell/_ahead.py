@@ -14,7 +14,7 @@ from torch import Tensor
 from .activations import Activation
 from .kernels.args import FfnArgs
 from .kernels.dense import dense_forward
-from .plan import Plan, resolution_state
+from .plan import Plan, is_automatic, resolution_state
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
@@ -36,6 +36,7 @@ class _Grant:
         "spec",
         "state",
         "training",
+        "tuned",
     )
 
     def __init__(
@@ -50,7 +51,7 @@ class _Grant:
         self.activation, self.spec, self.plan = activation, activation.spec, plan
         self.calls = self.left = calls
         self.settle = settle
-        self.state = resolution_state()
+        self.state, self.tuned = resolution_state(), is_automatic(plan)
         self.training, self.hooked = _training(tensors), saving_is_watched()
 
     def holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
@@ -111,9 +112,9 @@ def granted_dense(tensors: Tensors, activation: str | Activation, plan: Plan | N
         _end(key)
     if x.dim() > 1 and not grant.training and x.is_contiguous():
         # As it is: flattening x and shaping y would take as long as a product with few tokens.
-        return dense_forward(FfnArgs(x, *tensors[1:], grant.activation), record=False).y
+        return dense_forward(FfnArgs(x, *tensors[1:], grant.activation), record=False, tuned=grant.tuned).y
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    y = dense_forward(FfnArgs(flat, *tensors[1:], grant.activation), record=False).y
+    y = dense_forward(FfnArgs(flat, *tensors[1:], grant.activation), record=False, tuned=grant.tuned).y
     return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ._checks import reject
 from .kernels import cpu_training
-from .kernels.args import FfnArgs, FfnOutput, Gradients, Saved, Skip
+from .kernels.args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
 from .kernels.cpu import cpu_forward
 from .kernels.cpu_choice import sparse_can_pay
-from .kernels.cpu_weights import CpuSite
+from .kernels.cpu_weights import CpuSite, site_of
 from .kernels.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.dense import dense_backward, dense_forward
 from .kernels.gpu.sizes import list_sizes
@@ -177,6 +177,13 @@ def _cpu_worthwhile(site: Site) -> bool:
     )
 
 
+def _cpu_skip(args: FfnArgs) -> Skip:
+    """For the very number of tokens, of which `_cpu_worthwhile` knows the power of two above."""
+    if sparse_can_pay(site_of(args)):
+        return RUN
+    return Skip(True, 255, lambda calls: None)
+
+
 def _gpu_refusal(site: Site) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -238,6 +245,7 @@ register_backend(
         refusal=_cpu_refusal,
         worthwhile=_cpu_worthwhile,
         forward=cpu_forward,
+        skip=_cpu_skip,
         training=Training(
             forward=cpu_training.train_forward,
             backward=cpu_training.train_backward,

@@ -19,7 +19,7 @@ from .backends import Site, get_backend
 from .kernels.args import RUN, FfnArgs, FfnOutput, Skip, cast_of
 from .kernels.dense import dense_forward
 from .ops import ffn_op, train_op
-from .plan import Plan, resolution_state, resolve
+from .plan import Plan, is_automatic, resolution_state, resolve
 
 
 class FfnStats(NamedTuple):
@@ -156,8 +156,10 @@ def _dispatch(
         trainable = training and get_backend(backend).training is not None
         skip = _DENSE if trainable and path == "auto" else RUN
     if skip.dense or (path == "dense" and backend == "dense"):
-        run_dense = _compiled_dense() if compile_dense and x.is_cuda else dense_forward
-        output = run_dense(args, record)
+        if compile_dense and x.is_cuda:
+            output = _compiled_dense()(args, record)
+        else:
+            output = dense_forward(args, record, tuned=is_automatic(plan))
         if skip.ahead and lasting and not record:
             grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
     elif training:

@@ -110,6 +110,11 @@ def parse_override(text: str) -> Plan:
         raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}={text!r}: {error}") from None
 
 
+def is_automatic(plan: Plan | None) -> bool:
+    """Whether nobody has named a path: neither `plan` nor the environment."""
+    return (plan is None or plan.path == "auto") and not os.environ.get(ENVIRONMENT_VARIABLE)
+
+
 def resolution_state() -> tuple[str | None, int, int]:
     """What `resolve` depends on besides its arguments: a key for caches of its results."""
     return os.environ.get(ENVIRONMENT_VARIABLE), registry_version(), torch.get_num_threads()

@@ -204,7 +204,8 @@ def _switches(case: Case):
             return next(number for kind, number in kept.items() if name.startswith(kind))
 
         stack.enter_context(mock.patch.object(cpu_probe, "measured", measured))
-        stack.enter_context(mock.patch.object(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0))
+        for name in ("_WORTH_LOOKING_SECONDS", "_MANY_WORTH_LOOKING_SECONDS"):
+            stack.enter_context(mock.patch.object(cpu_choice, name, 0.0))
         stack.enter_context(mock.patch.object(cpu_multiply, "has_native_gemm", return_value=native))
         functional._resolve_cached.cache_clear()  # what other thresholds gave
         stack.callback(functional._resolve_cached.cache_clear)

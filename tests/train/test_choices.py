@@ -37,6 +37,7 @@ def corpus(tmp_path_factory):
 def machine(monkeypatch, tmp_path):
     """machine(limit): from now on this is an unknown CPU with that limit of the row path."""
     monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     monkeypatch.setattr("twell.kernels.cpu_backward.MIN_HIDDEN", 1)
     monkeypatch.setattr("twell.kernels.cpu_backward.MAX_DENSITY", {torch.float32: 1.0})
 

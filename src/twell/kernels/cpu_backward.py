@@ -18,7 +18,7 @@ from .._ran import note_path
 from ..activations import Activation, largest_at_most
 from .args import FfnArgs
 from .cpu_choice import sparse_can_pay
-from .cpu_weights import CpuSite, WeightViews
+from .cpu_weights import CpuSite, site_of
 from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, RowSums, sampled_dot
 from .dense import dense_backward
 
@@ -53,7 +53,7 @@ def cpu_backward(
     """
     if args.x.shape[0] < FEW_TOKENS or not _only_values_matter((*args[:-1], grad_y)):
         return dense_backward(args, grad_y, grad_l1, needed)
-    site = WeightViews(args, tuned=False).site
+    site = site_of(args)
     dtype = wide = args.x.dtype
     if site.low_precision and not site.native_16_bit:
         # bf16, D 512, H 2048, 8 / 16 / 256 tokens, dense: 84 / 157 / 2,604 ms, in float32 7 / 7 / 66.

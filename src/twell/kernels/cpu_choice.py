@@ -26,10 +26,10 @@ from .cpu_weights import CpuSite, WeightViews
 # Sapphire Rapids cores 180), multiplies at 60 GFLOP/s (139 and 900 in all).
 _READ_BYTES_PER_CORE = 10e9
 _FLOPS_PER_CORE = 60e9
-# The least that there must be to save. Looking costs 60 us a call (D 256, H 1024, 64 tokens, 2 Zen 3 cores),
-# which must not slow a block that turns out dense by more than 5%: 1.2 ms in all, of which a gated block may
-# save two thirds.
+# The least that there must be to save, from reading weights or from multiplying. Looking costs 60 us for one
+# token and up to 200 for many, where threads go to sleep between products (2 Zen 3 cores).
 _WORTH_LOOKING_SECONDS = 0.8e-3
+_MANY_WORTH_LOOKING_SECONDS = 1.5e-3
 
 _LIMIT_CEILING = 0.25  # the probes end at 10%: do not extrapolate far beyond
 _MARGIN = 0.9  # a sparse path must be expected to take at most this share of the dense time
@@ -57,7 +57,7 @@ def sparse_can_pay(site: CpuSite) -> bool:
     weights = (2 if site.gated else 1) * site.hidden * site.neurons
     reading = weights * site.dtype.itemsize / (_READ_BYTES_PER_CORE * site.threads)
     multiplying = 2 * site.tokens * weights / (_FLOPS_PER_CORE * site.threads)
-    return max(reading, multiplying) >= _WORTH_LOOKING_SECONDS
+    return reading >= _WORTH_LOOKING_SECONDS or multiplying >= _MANY_WORTH_LOOKING_SECONDS
 
 
 def choose(activated: Tensor, site: CpuSite) -> str:

@@ -1,8 +1,9 @@
 """Matrix products on the CPU in the form that is fastest on this machine, and as accurate as F.linear.
 
-fp32, [M, 1024] x [1024, 4096], 2 Zen 3 cores, cold weights: F.linear (MKL) against oneDNN's matrix-vector
-product for 1 token: 1.10 / 0.79 ms; against (W x^T)^T for M 4: 2.1 / 0.7 ms, 16: 2.8 / 1.5, 64: 5.9 / 4.1. At
-D 256, H 1024, and on 16 Sapphire Rapids cores at any size, the same forms are slower than F.linear; on some
+fp32, [M, 1024] x [1024, 4096], 2 Zen 3 cores, cold weights: F.linear (MKL) against oneDNN's product for 1
+token: 1.10 / 0.79 ms (transposed weights, [M, 2048] x [2048, 512], M 1, 2, 4: 0.28 / 0.21, 0.47 / 0.31,
+0.51 / 0.34); against (W x^T)^T for M 4: 2.1 / 0.7 ms, 16: 2.8 / 1.5, 64: 5.9 / 4.1. At D 256, H 1024, and
+on 16 Sapphire Rapids cores at any size, the same forms are slower than F.linear; on some
 Intel CPUs they round worse (D 1000, 24 neurons: 2.0 times F.linear's error in the median, 3.2 at most). So
 each form is tried at the shape of the weight, for speed and for accuracy.
 """
@@ -40,46 +41,55 @@ def multiply(x: Tensor, weight: Tensor, tuned: bool) -> Tensor:
 
     tuned: take the form that was fastest on this machine, else F.linear.
     """
-    if (
-        tuned
-        and 0 < x.shape[0] <= FEW_TOKENS
-        and weight.dtype == torch.float32
-        and weight.numel() >= _SMALL
-        and weight.is_contiguous()
-    ):
-        return best_form(x.shape[0], *weight.shape, torch.get_num_threads())(x, weight)
-    return linear(x, weight)
+    form = form_for(x.shape[0], weight) if tuned else None
+    return linear(x, weight) if form is None else form(x, weight)
 
 
-def best_form(tokens: int, outputs: int, inputs: int, threads: int) -> Form:
-    """F.linear, or the other form for so few tokens if it is clearly faster and as accurate."""
-    other, name, measure = _trial(tokens, outputs, inputs, threads)
+def form_for(tokens: int, weight: Tensor) -> Form | None:
+    """How to multiply so many tokens with `weight` on a CPU; None where F.linear does it best."""
+    if not 0 < tokens <= FEW_TOKENS or weight.dtype != torch.float32 or weight.numel() < _SMALL:
+        return None
+    transposed = not weight.is_contiguous()
+    if transposed and not weight.mT.is_contiguous():
+        return None
+    form = best_form(tokens, *weight.shape, torch.get_num_threads(), transposed)
+    return None if form is linear else form
+
+
+def best_form(tokens: int, outputs: int, inputs: int, threads: int, transposed: bool = False) -> Form:
+    """F.linear, or the other form for so few tokens if it is clearly faster and as accurate.
+
+    transposed: the weight's columns are contiguous, as those of a neuron-major `down`.
+    """
+    other, name, measure = _trial(tokens, outputs, inputs, threads, transposed)
     if other is None:
         return linear
     gain = cpu_probe.measured(name, measure, otherwise=1.0)
     return other if gain * _MUST_TAKE_AT_MOST >= 1 else linear
 
 
-def remeasure(tokens: int, outputs: int, inputs: int, threads: int) -> None:
+def remeasure(tokens: int, outputs: int, inputs: int, threads: int, transposed: bool = False) -> None:
     """Measure now what `best_form` goes by, and keep it in place of what was known."""
-    other, name, measure = _trial(tokens, outputs, inputs, threads)
+    other, name, measure = _trial(tokens, outputs, inputs, threads, transposed)
     if other is not None:
         measure_again(name, measure)
 
 
 @lru_cache(maxsize=1024)
 def _trial(
-    tokens: int, outputs: int, inputs: int, threads: int
+    tokens: int, outputs: int, inputs: int, threads: int, transposed: bool
 ) -> tuple[Form | None, str, Callable[[], float]]:
     """The form beside F.linear, if there is one, and how F.linear's time over its own is called and found."""
-    other = _onednn_vector if tokens == 1 else _weight_first
-    if other is _onednn_vector and (_ONEDNN_LINEAR is None or not torch.backends.mkldnn.is_available()):
+    # (W x^T)^T reads a transposed weight element by element: 2 tokens, D 512, H 2048 3.1 ms against 0.5.
+    other = _onednn if tokens == 1 or transposed else _weight_first
+    if other is _onednn and (_ONEDNN_LINEAR is None or not torch.backends.mkldnn.is_available()):
         other = None
     sizes = 1 << (tokens - 1).bit_length(), min(outputs, _PROBE_SIZE), min(inputs, _PROBE_SIZE)
     count, outputs, inputs = sizes
     form = getattr(other, "__name__", "")
-    name = f"linear over {form}: {count} x {inputs} -> {outputs}, {threads} threads"
-    return other, name, partial(_gain, other, *sizes)
+    layout = ", transposed" if transposed else ""
+    name = f"linear over {form}: {count} x {inputs} -> {outputs}{layout}, {threads} threads"
+    return other, name, partial(_gain, other, *sizes, transposed)
 
 
 @lru_cache(maxsize=8)
@@ -92,9 +102,11 @@ def has_native_gemm(dtype: torch.dtype) -> bool:
     return dtype == torch.float16 and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def _gain(other: Form, tokens: int, outputs: int, inputs: int) -> float:
+def _gain(other: Form, tokens: int, outputs: int, inputs: int, transposed: bool) -> float:
     """F.linear's time over that of `other`; `_ROUNDS_WORSE` where `other` does."""
     x, weight = probe_numbers(tokens, inputs), probe_numbers(outputs, inputs)
+    if transposed:
+        weight = weight.mT.contiguous().mT
     if not _is_as_accurate(other, x - 0.5, weight - 0.5):
         return _ROUNDS_WORSE
     sets = max(1, min(4, _PROBE_BYTES // (weight.numel() * weight.itemsize)))
@@ -125,5 +137,5 @@ def _weight_first(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(weight, x.mT).mT.contiguous()
 
 
-def _onednn_vector(x: Tensor, weight: Tensor) -> Tensor:
+def _onednn(x: Tensor, weight: Tensor) -> Tensor:
     return _ONEDNN_LINEAR(x, weight, None, "none", [], "")

@@ -8,7 +8,7 @@ from torch import Tensor
 from .args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
 from .cpu import cpu_forward
 from .cpu_backward import can_pay, cpu_backward, is_sparse
-from .cpu_weights import WeightViews
+from .cpu_weights import site_of
 
 
 def train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:
@@ -29,7 +29,7 @@ def sizes(tokens: int, neurons: int, block_rows: int) -> tuple[int, int]:
 def skips_step(args: FfnArgs, hooked: bool = False) -> Skip:
     """Whether an automatic plan should leave this step to dense PyTorch, from a look at a few tokens: the
     same answer whenever it is computed again."""
-    site = WeightViews(args, tuned=False).site
+    site = site_of(args)
     if site.low_precision and not site.native_16_bit:
         return RUN  # computed in float32 however active: stock 16-bit products take forty times as long
     with torch.no_grad():

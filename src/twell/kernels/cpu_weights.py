@@ -55,6 +55,18 @@ class CpuSite(NamedTuple):
         return torch.float32 if self.upcast else self.dtype
 
 
+def site_of(args: FfnArgs) -> CpuSite:
+    return CpuSite(
+        tokens=args.x.shape[0],
+        hidden=args.up.shape[1],
+        neurons=args.up.shape[0],
+        dtype=args.x.dtype,
+        gated=args.gate is not None,
+        neuron_major_down=args.down.mT.is_contiguous(),
+        threads=torch.get_num_threads(),
+    )
+
+
 class WeightViews:
     """The weights of one call, in the forms its chunks ask for; copies are made once, when needed.
 
@@ -73,15 +85,7 @@ class WeightViews:
         self.gated = args.gate is not None
         self.output_size = args.down.shape[0]
         self.wide_dtype = torch.promote_types(args.x.dtype, torch.float32)
-        self.site = CpuSite(
-            tokens=args.x.shape[0],
-            hidden=args.up.shape[1],
-            neurons=args.up.shape[0],
-            dtype=args.x.dtype,
-            gated=self.gated,
-            neuron_major_down=args.down.mT.is_contiguous(),
-            threads=torch.get_num_threads(),
-        )
+        self.site = site_of(args)
 
     # Projections of whole chunks.
 

@@ -10,17 +10,25 @@ from torch.nn.functional import linear
 from .._ran import note_path
 from .args import FfnArgs, FfnOutput
 from .cpu_down import reads_badly, sum_all_rows
+from .cpu_multiply import Form, form_for
 
 _FEW_TOKENS = 16  # more are faster through one copy of the weights (7 ms at H 4096, D 1024)
 
 
-def dense_forward(args: FfnArgs, record: bool) -> FfnOutput:
+def dense_forward(args: FfnArgs, record: bool, tuned: bool = False) -> FfnOutput:
     """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable).
 
     Without `record`, x may be [..., D].
+    tuned: on a CPU, products of few tokens may take the form that is fastest there, where only values matter.
     """
     note_path("dense", args.x, args.up.shape[0])
-    activated, hidden = _hidden(args)
+    values_only = args.x.device.type == "cpu" and _only_values_matter()
+    if values_only and not record:
+        return FfnOutput(_forward_in_place(args, tuned))
+    activated = args.activation(linear(args.x, args.selector, args.selector_bias))
+    hidden = activated
+    if args.gate is not None:
+        hidden = activated * linear(args.x, args.up, args.up_bias)
     y = _project_down(hidden, args.down, args.down_bias)
     if not record:
         return FfnOutput(y)
@@ -86,12 +94,33 @@ def _grad_hidden(
     return from_l1 if from_y is None else from_y + from_l1
 
 
-def _hidden(args: FfnArgs) -> tuple[Tensor, Tensor]:
-    """(activation of the selector, what the down projection multiplies), both [M, H]."""
-    activated = args.activation(linear(args.x, args.selector, args.selector_bias))
-    if args.gate is None:
-        return activated, activated
-    return activated, activated * linear(args.x, args.up, args.up_bias)
+def _forward_in_place(args: FfnArgs, tuned: bool) -> Tensor:
+    """y [..., D], the same numbers from fewer buffers. Next to nothing is done between products: threads that
+    have gone to sleep meanwhile take 50 us to wake."""
+    select, up, down = _forms(args) if tuned else (None, None, None)
+    hidden = args.activation.apply_(_project(args.x, args.selector, args.selector_bias, select))
+    if args.gate is not None:
+        hidden.mul_(_project(args.x, args.up, args.up_bias, up))
+    if down is None:
+        return _project_down(hidden, args.down, args.down_bias)
+    return _project(hidden, args.down, args.down_bias, down)
+
+
+def _forms(args: FfnArgs) -> tuple[Form | None, ...]:
+    """How selector, up and down are multiplied; None where F.linear does it best."""
+    x, features = args.x, max(args.x.shape[-1], 1)
+    tokens = x.numel() // features
+    weights = (args.selector, args.up, args.down)
+    return tuple(form_for(tokens, weight) for weight in weights)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form | None) -> Tensor:
+    if form is None:
+        return linear(x, weight, bias)
+    product = form(x.reshape(-1, x.shape[-1]), weight)
+    if bias is not None:
+        product += bias
+    return product if x.dim() == 2 else product.view(*x.shape[:-1], weight.shape[0])
 
 
 def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,7 +137,8 @@ def _only_values_matter() -> bool:
     """Whether nobody differentiates, transforms or watches the operations: sums of rows have no tangent, and
     count as no product."""
     return not (
-        torch.is_grad_enabled()
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
         or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
