@@ -48,7 +48,7 @@ def combine(
     plane = tl.cast(rows, tl.int64) * ROWS
     pull = 0.0
     if HAS_L1:
-        pull = tl.load(grad_l1).to(tl.float32) / M
+        pull = (tl.load(grad_l1).to(tl.float64) / M).to(tl.float32)  # plain float32 division errs by 2 units
     for unit in range(tl.program_id(0), tl.load(counter) * PARTS, tl.num_programs(0)):
         item = unit // PARTS
         entry = (unit % PARTS) * ENTRIES + tl.arange(0, ENTRIES)

@@ -45,7 +45,7 @@ def combine_hopper(
     plane = rows.to(gl.int64) * ROWS
     pull = 0.0
     if HAS_L1:
-        pull = gl.load(grad_l1).to(gl.float32) / M
+        pull = (gl.load(grad_l1).to(gl.float64) / M).to(gl.float32)  # plain float32 division errs by 2 units
     for unit in range(gl.program_id(0), gl.load(counter) * PARTS, gl.num_programs(0)):
         item = unit // PARTS
         entry = (unit % PARTS) * ENTRIES + gl.arange(0, ENTRIES, gl.SliceLayout(1, FLAT))
