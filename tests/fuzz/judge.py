@@ -11,9 +11,11 @@ from .run import Outcome, final_operands, run_oracle, run_stock, run_twell
 from .tensors import make_operands
 
 _TIMES_STOCK = 2.0  # as in tests/accuracy.py
-_ROW_TIMES_STOCK, _ROW_SPREADS = 3.0, 6.0  # of single rows, of which there are many and of few numbers
+_ROW_TIMES_STOCK, _ROW_SPREADS = 3.0, 8.0  # of single rows, of which there are many and of few numbers
 _SPREADS = 4.0  # of a whole, by the root of how many errors it is made of
 _ORACLE_ROUNDS = 16.0  # times as much in float64, where the oracle rounds as often, and long sums show
+# Equal numbers, added one after the other in tiles of 64 to 128, err alike in every tile (H200: 4 units).
+_TILE_UNITS = 6.0
 _ALONE = 16.0  # spreads, where dense PyTorch has no number to compare with
 
 
@@ -50,7 +52,7 @@ class _Verdict:
             self._where_dense_has_no_number(ours.y, exact.y)
         if ours.l1 is not None:
             self._compare_l1(ours.l1, stock.l1, stock.l1_of_hidden, exact.l1)
-            self._compare_firing(ours, exact)
+            self._compare_firing(ours, stock, exact)
         for name, gradient in exact.gradients.items():
             mine, theirs = ours.gradients[name], stock.gradients[name]
             if mine is None or theirs is None:
@@ -104,6 +106,8 @@ class _Verdict:
     def _floor(self, scale: Tensor) -> Tensor:
         wide = self.case.compute_dtype == "float64"
         unit = 8 * torch.finfo(torch.float64).eps if wide else torch.finfo(torch.float32).eps
+        if self.case.compute_dtype == "float32" and self.case.device != "cpu":
+            unit = _TILE_UNITS * unit
         return unit * scale + 2 * self.block.least**0.5
 
     def _where_dense_has_no_number(self, ours: Tensor, exact: Tensor) -> None:
@@ -132,6 +136,8 @@ class _Verdict:
         known = exact.isfinite() & stock.isfinite()
         # Stock may be lucky in adding up; what its hidden values lost is there all the same.
         theirs = torch.maximum((stock.double() - exact).abs(), (unlucky - exact).abs())
+        # Squares of few bits often lie halfway between two numbers: even the best rounding is biased then.
+        theirs = torch.maximum(theirs, (self.block.rounded_l1() - exact).abs())
         error = (ours.double() - exact).abs()
         margins = self.margins["l1"]
         bound = _TIMES_STOCK * theirs + _ROW_SPREADS * margins.spread[0] + margins.slack[0]
@@ -139,12 +145,13 @@ class _Verdict:
         ratio = torch.where(ours.isfinite(), error / bound, 2.0)
         self._found.append(("l1: error over its bound", torch.where(known, ratio, 0.0).nan_to_num(0.0)))
 
-    def _compare_firing(self, ours: Outcome, exact: Outcome) -> None:
-        """Counts agree but for pairs next to the threshold."""
+    def _compare_firing(self, ours: Outcome, stock: Outcome, exact: Outcome) -> None:
+        """Counts agree but for pairs next to the threshold, or are stock's, whose sums may be coarser."""
         if ours.firing.dtype != torch.int64 or ours.firing.shape != exact.firing.shape:
             self.problems.append(f"firing: {_kind(ours.firing)}, expected {_kind(exact.firing)}")
             return
         apart = (ours.firing - exact.firing).abs() - self.block.near.sum(0)
+        apart = torch.minimum(apart, (ours.firing - stock.firing).abs())
         self._found.append(("firing: counts differ", apart.clamp_min(0).sum() * 2.0))
         l0 = ours.firing.sum().to(ours.l0.dtype) / max(self.case.tokens, 1)
         self._found.append(("l0: not the mean of firing", (ours.l0 - l0).abs() * 2e6 / l0.clamp_min(1)))

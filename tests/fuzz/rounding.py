@@ -233,6 +233,18 @@ class Block:
             rows = rows + left.square().mT @ right_variance.sum(1)
         return value, rows + self._stored(value).sum(1)
 
+    def rounded_l1(self) -> Tensor:
+        """[]: L1 of a block that rounds every number once, and as well as can be."""
+        dtype = getattr(torch, self.case.compute_dtype)
+
+        def stored(value: Tensor) -> Tensor:
+            return value.to(dtype).double()
+
+        hidden = stored(self.activation(stored(_finite(self.pre))))
+        if self.up_value is not None:
+            hidden = stored(hidden * stored(_finite(self.up_value)))
+        return hidden.abs().sum() / max(self.case.tokens, 1)
+
     def must_not_be_finite(self) -> Tensor:
         """bool [M, E]: outputs of an active neuron that a NaN or Inf reaches."""
         hidden = (

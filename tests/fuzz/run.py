@@ -67,9 +67,10 @@ def run_twell(case: Case, operands: dict[str, Tensor]) -> tuple[Outcome, list[st
 def run_stock(case: Case, operands: dict[str, Tensor]) -> Outcome:
     leaves = _leaves(case, operands)
     with torch.set_grad_enabled(case.trains), _autocast(case):
-        y, l1, l1_of_hidden = _stock(case, **leaves)
+        y, l1, l1_of_hidden, firing = _stock(case, **leaves)
     gradients = _differentiate(case, y, l1, leaves) if case.trains else {}
-    return Outcome(y.detach().view(case.tokens, case.outputs), gradients, l1.detach(), l1_of_hidden)
+    y = y.detach().view(case.tokens, case.outputs)
+    return Outcome(y, gradients, l1.detach(), l1_of_hidden, firing)
 
 
 def run_oracle(case: Case, operands: dict[str, Tensor]) -> Outcome:
@@ -148,14 +149,16 @@ def _module_call(case: Case, leaves: dict[str, Tensor]):
 
 
 def _stock(case: Case, x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
-    """y and L1 as a user writes them, and L1 without the roundings of its sum."""
+    """y and L1 as a user writes them, L1 without the roundings of its sum, firing counts."""
     linear, activation = torch.nn.functional.linear, Activation.parse(case.activation)
     hidden = linear(x, up, up_bias)
-    hidden = activation(hidden) if gate is None else activation(linear(x, gate, gate_bias)) * hidden
+    activated = activation(hidden if gate is None else linear(x, gate, gate_bias))
+    hidden = activated if gate is None else activated * hidden
+    firing = (activated.detach() != 0).reshape(-1, case.neurons).sum(0)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     tokens = max(case.tokens, 1)
     l1 = hidden.abs().sum(dtype=wide) / tokens
-    return linear(hidden, down, down_bias), l1, hidden.detach().double().abs().sum() / tokens
+    return linear(hidden, down, down_bias), l1, hidden.detach().double().abs().sum() / tokens, firing
 
 
 def _differentiate(

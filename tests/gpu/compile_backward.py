@@ -13,7 +13,7 @@ TYPES = {
     "grad_up": "*bf16", "target": "*bf16", "out": "*bf16", "grad_l1": "*fp32", "values": "*bf16",
     "places": "*i32", "spans": "*i32", "counters": "*i32", "bounds": "*i32", "frequent": "*i32",
     "crowded": "*i32", "how_many": "*i32", "offsets": "*i32", "before": "*i32", "tokens": "*i32",
-    "firing": "*i32",
+    "firing": "*i32", "counts": "*i32", "rest": "*bf16",
     "rows": "i32", "chunks_per_round": "i32", "span_stride": "i32", "work_stride": "i32",
     "frequent_stride": "i32", "limit": "i32", "processors": "i32", "units": "i32", "plane": "i32",
     "planes": "i32",
@@ -42,7 +42,8 @@ def portable(compiled, target, capability):
     yield build(neurons.order_neurons, constants, types={"tokens": "i32"}, num_warps=16)
     constants = {"HAS_L1": True, "GATED": True, "SQUARE": False, "RARE": True, "CHUNK": tiles.chunk}
     yield build(hidden.combine, constants | {"ENTRIES": tiles.entries, "ROWS": ROWS}, num_warps=4)
-    constants = {"LATER": 1, "PLANES": 2, "WIDTH": tiles.width, "DEPTH": tiles.depth, **dot}
+    constants = {"LATER": 1, "HAS_REST": True, "CROWDED_ONLY": False, "PLANES": 2, "WIDTH": tiles.width}
+    constants |= {"DEPTH": tiles.depth, **dot}
     yield build(inputs.input_gradient, constants, {"pool_desc": [tiles.depth, ROWS]}, **product)
     constants = {"FIRST": 0, "MATRICES": 3, "NEURONS": tiles.neurons, "WIDTH": tiles.width, **dot}
     block = [ROWS, tiles.width]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, accumulate_in_place, crowded_steps, ffn, ffn_with_stats, ops
+from twell import Plan, accumulate_in_place, crowded_steps, ffn, ffn_with_stats, ops, reference
 
-from ..accuracy import stock_dense
+from ..accuracy import assert_accurate, stock_dense
 from ..training import assert_gradients_accurate, assert_l1_alone, block, gradients
 from .test_interpreted import NEURONS
 
@@ -39,6 +39,31 @@ def test_from_none_to_all_active(interpreted, nnz, rounds):
     before = crowded_steps()
     check(block(19, nnz=nnz, dtype=torch.float32), "relu", interpreted)
     assert crowded_steps() - before == rounds
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("value", [None, float("inf"), float("nan")])
+def test_rounds_do_not_round(interpreted, gated, value):
+    """Sums of 16-bit rounds that cancel each other: what a round loses to rounding is not lost."""
+    operands = block(19, nnz=NEURONS, dtype=torch.float16, gated=gated, bias=True)
+    for name in ("gate", "up") if gated else ("up",):
+        bias, weight = operands[f"{name}_bias"], operands[name]
+        bias.fill_(8.0)  # every neuron fires for every token
+        weight.mul_(0.1)
+        weight[: NEURONS // 3] += 1.0
+        weight[-(NEURONS // 3) :] -= 1.0
+    operands["x"].mul_(0.1)
+    operands["down"].fill_(0.25)
+    if value is None:
+        before = crowded_steps()
+        ours, stock = (gradients(operands, run)["x"] for run in (run_block(interpreted), stock_dense))
+        exact = gradients(operands, lambda **tensors: reference.ffn(**tensors).y, dtype=torch.float64)["x"]
+        assert_accurate(ours, exact, stock)
+        assert crowded_steps() > before
+        return
+    operands["down"][0, 0] = value  # reaches the gradients of x, of every token
+    for gradient in (gradients(operands, run_block(interpreted))["x"], gradients(operands, stock_dense)["x"]):
+        assert not gradient.isfinite().any()
 
 
 def test_frequent_and_rare_neurons(interpreted):

@@ -104,7 +104,7 @@ def train_backward(
     if dense:
         return dense_backward(args, grad_y, grad_l1, needed)
     share = monitor.known_share(key)
-    crowded = share is not None and share > _CROWDED
+    crowded = None if share is None else share > _CROWDED
     # Hooks may hand back copies that are not aligned as the kernels expect.
     active = Active(readable(saved.lists), readable(saved.counts), rows)
     return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into)

@@ -16,7 +16,7 @@ def gpu_backward(
     grad_y: Tensor,
     grad_l1: Tensor | None,
     needed: FfnArgs,
-    crowded: bool = False,
+    crowded: bool | None = None,
     into: Existing | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias); never waits for the device.
@@ -24,7 +24,8 @@ def gpu_backward(
     grad_y:   [M, E].
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
-    crowded:  whether more than a third of the neurons is expected to be active; see `BackwardStages`.
+    crowded:  whether more than a third of the neurons is expected to be active, if that is known; see
+              `BackwardStages`.
     into:     gradients of up, down and gate to add to, those that are needed; the result then has None there.
     """
     if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():

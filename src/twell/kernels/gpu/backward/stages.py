@@ -90,10 +90,16 @@ class BackwardStages:
         grad_y: Tensor,
         grad_l1: Tensor | None,
         gradients: Gradients,
-        crowded: bool = False,
+        crowded: bool | None = None,
     ) -> None:
-        """crowded: whether more is expected to be active than the pool holds; a matter of speed only."""
-        self.crowded = crowded
+        """crowded: whether more is expected to be active than the pool holds; None: nobody knows.
+
+        Where it is not expected and happens all the same, grad_x is rounded once per round.
+        """
+        self.crowded = bool(crowded)
+        narrow = operands.x.dtype != torch.float32
+        keeps_rest = gradients.x is not None and narrow and crowded is not False
+        self.rest = torch.empty_like(gradients.x) if keeps_rest else None
         self.operands, self.active, self.grad_y, self.grad_l1 = operands, active, grad_y, grad_l1
         self.gradients = gradients
         self.target: Target = target_of(operands.x.device)
@@ -291,10 +297,14 @@ class BackwardStages:
         launch(kind, kernel, grid, arguments, constants, num_warps=4)
 
     def inputs(self, turn: int) -> None:
-        if self.hopper and self.active.rows == 128 and self.gated:
+        """Hopper's kernel keeps no rest, so it leaves crowded blocks to the portable one."""
+        by_hopper = self.hopper and self.active.rows == 128 and self.gated
+        if by_hopper and (turn == 0 or self.rest is None):
             from .hopper import launch_inputs
 
-            return launch_inputs(self, turn)
+            launch_inputs(self, turn)
+            if self.rest is None:
+                return
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
         arguments = (
             TensorDescriptor.from_tensor(self.pool.view(-1, rows), [tiles.depth, rows]),
@@ -302,13 +312,17 @@ class BackwardStages:
             operands.up if self.gated else operands.select,
             self.active.lists,
             self.spans,
+            self.active.counts,
             self.gradients.x,
+            self.rest if self.rest is not None else self.gradients.x,
             operands.tokens,
             operands.features,
             self.rows,
         )
         constants = {
             "LATER": int(turn > 0),
+            "HAS_REST": self.rest is not None,
+            "CROWDED_ONLY": by_hopper and turn == 0,
             "PLANES": self.planes - 1,
             "WIDTH": tiles.width,
             "ROWS": rows,
@@ -317,7 +331,8 @@ class BackwardStages:
         }
         grid = (self.blocks * cdiv(operands.features, tiles.width),)
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-        return launch((self.kind, turn > 0), input_gradient, grid, arguments, constants, **options)
+        kind = (self.kind, turn > 0, self.rest is not None, by_hopper)
+        launch(kind, input_gradient, grid, arguments, constants, **options)
 
     def frequent(self) -> None:
         if self.hopper and self.active.rows == 128:
