@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import uuid
+from contextlib import suppress
 from pathlib import Path
 
 CACHE_VARIABLE = "TWELL_CACHE"
@@ -25,23 +26,15 @@ def cache_folder() -> Path | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that readers, and a full disk, find the old file or the new one whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    written = Path(name)
+    """Write a small file in one piece: readers find the old content or the new, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        written.chmod(0o666 & ~_umask())  # mkstemp's files are for their owner only
-        written.replace(path)
+        temporary.replace(path)
     except BaseException:
-        written.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

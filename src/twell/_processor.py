@@ -170,6 +170,7 @@ def _keep(verdict: Verdict) -> None:
     if path is None:
         return
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(verdict._asdict()) + "\n")
     except OSError:  # tried again by the next process
         _log.info("twell: could not keep what was found about this CPU in %s", path)

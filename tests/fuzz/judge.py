@@ -98,7 +98,8 @@ class _Verdict:
         )
         spread = _SPREADS * rows.square().sum().sqrt()
         if self.case.compute_dtype != "float64":  # whose oracle rounds as well
-            independent = torch.minimum(self.block.independent_errors.double(), _how_many_count(scale))
+            alike = _how_many_count(scale) / self.block.copies  # expanded tokens count once
+            independent = torch.minimum(self.block.independent_errors.double(), alike)
             spread = spread / independent.clamp_min(1).sqrt()
         bound = _TIMES_STOCK * theirs.norm() + spread + margins.slack.norm() + self._floor(scale.norm())
         self._found.append((f"{label}: error over its bound", (error.norm() / bound).nan_to_num(0.0)))

@@ -203,6 +203,7 @@ def _keep(name: str, value: float) -> None:
 
 def _write(path: Path, content: dict[str, object]) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
         log_once(f"measurements of this CPU cannot be kept ({error}): every process measures it again")

@@ -8,12 +8,12 @@ import json
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .._files import write_atomically
 from .._log import log_once
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -69,18 +69,9 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a small file in one piece: readers find the old content or the new, also after a crash."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
-    try:
-        with writing(path), temporary.open("w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(path)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise
+    """`write_atomically`, on the disk when it returns; if there is no room, say for what."""
+    with writing(path):
+        write_atomically(path, text)
     sync(path.parent)
 
 

@@ -77,6 +77,7 @@ def store(gpu: str, shape: Shape, limits: dict[int, float]) -> Path | None:
     path = cache_file(gpu)
     if path is not None:
         kept = {**_tuned(gpu), shape.name: limits}
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(kept, indent=1) + "\n")
         _tuned.cache_clear()
     return path
