@@ -1,6 +1,8 @@
 """Settings of the whole suite: a CPU that survives it, fixed choices, Triton's interpreter, Hypothesis."""
 
+import atexit
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -10,7 +12,9 @@ from twell._processor import cpu_name, make_products_safe
 
 # Before anything multiplies; workers and child processes inherit both.
 VERDICT = make_products_safe()
-os.environ.setdefault("TWELL_CACHE", tempfile.mkdtemp(prefix="twell-tests-"))
+if "TWELL_CACHE" not in os.environ:
+    os.environ["TWELL_CACHE"] = tempfile.mkdtemp(prefix="twell-tests-")
+    atexit.register(shutil.rmtree, os.environ["TWELL_CACHE"], ignore_errors=True)
 
 if not torch.cuda.is_available():
     # Before anything imports Triton: the kernels of tests/gpu then run on the CPU, in its interpreter.
@@ -78,10 +82,12 @@ class CpuChoices:
 @pytest.fixture(autouse=True)
 def cpu_choices(monkeypatch, request):
     """No test depends on what the machine at hand measures or has, but those marked `real_cpu`."""
-    if request.node.get_closest_marker("real_cpu"):
-        return None
+    from twell import functional
     from twell.kernels import cpu_multiply, cpu_probe
 
+    functional._resolve_cached.cache_clear()  # what thresholds of another test have decided
+    if request.node.get_closest_marker("real_cpu"):
+        return None
     choices = CpuChoices()
     monkeypatch.setattr(cpu_probe, "measured", choices.measured)
     monkeypatch.setattr(cpu_multiply, "has_native_gemm", lambda dtype: choices.native)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -151,12 +153,51 @@ def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
     cpu_choices.form_gain, cpu_choices.row_limit, cpu_choices.block_gain = 2.0, 0.0, 0.0
     operands = make_ffn(tokens, 48, 160, 80, seed=12).operands()
     biases = {"up_bias": torch.randn(160), "gate_bias": torch.randn(160) / 4} if bias else {}
-    with recorded_paths() as ran:
-        y = ffn(*operands, plan=cpu_plan("auto"), **biases)
-    assert [piece.path for piece in ran] == ["dense"]
+    if bias:
+        biases["down_bias"] = torch.randn(48)
+    x, up, down, gate = operands
     exact = reference.ffn(*operands, dtype=torch.float64, **biases).y
-    # A few roundings of float32 per product of three: whatever order a library sums in.
-    assert reference.relative_error(y, exact) < 16 * torch.finfo(torch.float32).eps
+    taken = []
+    for name in ("_weight_first", "_onednn"):
+        form = getattr(cpu_multiply, name)
+        monkeypatch.setattr(cpu_multiply, name, lambda *a, form=form: taken.append(form) or form(*a))
+    cpu_multiply._trial.cache_clear()
+    for plan, layout, shape in product(
+        (cpu_plan("auto"), None), (down, down.mT.contiguous().mT), ((tokens,), (1, tokens))
+    ):
+        for _ in range(2):  # the second may be granted by the first
+            del taken[:]
+            with torch.no_grad(), recorded_paths() as ran:
+                y = ffn(x.view(*shape, 48), up, layout, gate, plan=plan, **biases)
+            assert [piece.path for piece in ran] == ["dense"]
+            assert len(taken) == 3
+            # A few roundings of float32 per product of three: whatever order a library sums in.
+            error = reference.relative_error(y.view(tokens, 48), exact)
+            assert error < 16 * torch.finfo(torch.float32).eps
+    cpu_multiply._trial.cache_clear()
+
+
+class OnlyLinear(torch.Tensor):
+    """A weight that knows how to be multiplied in one way, as quantised ones do."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function is not torch.nn.functional.linear and "__get__" not in str(function):
+            raise NotImplementedError(f"{function}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_weights_of_another_kind_are_multiplied_their_way(tokens, cpu_choices, monkeypatch):
+    monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
+    cpu_choices.form_gain = 2.0
+    x, up, down, gate = make_ffn(tokens, 48, 160, 80, seed=12).operands()
+    with torch.no_grad():
+        wanted = stock_dense(x, up, down, gate)
+        for _ in range(2):
+            found = ffn(x, *(weight.as_subclass(OnlyLinear) for weight in (up, down, gate)))
+            assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("record", [True, False])

@@ -146,6 +146,25 @@ class TestKeeping:
         assert len(answers) == 1
         assert all(process.returncode == 0 for process in running)
 
+    def test_a_measurement_may_need_another(self, monkeypatch):
+        """Without waiting for its own lock."""
+        monkeypatch.setattr(cpu_probe, "_LOCK_SECONDS", 0)  # a wait would end at once, and show
+        monkeypatch.setattr(cpu_probe, "Timeout", ())
+        inner = Tries(0.5)
+
+        def outer() -> float:
+            return 2 * cpu_probe.measured("inner", inner, otherwise=0.0)
+
+        assert cpu_probe.measured("outer", outer, otherwise=0.0) == 1.0
+        assert cpu_probe.kept_measurements() == {"inner": 0.5, "outer": 1.0}
+
+    @pytest.mark.parametrize("content", ["[" * 100_000, '{"MACHINE": {"a": 1' + "0" * 400 + "}}"])
+    def test_a_hostile_file_is_measured_again(self, content):
+        path = cpu_probe.measurements_file()
+        path.parent.mkdir(parents=True)
+        path.write_text(content.replace("MACHINE", cpu_probe._machine()))
+        assert cpu_probe.measured("a", Tries(0.5), otherwise=0.0) == 0.5
+
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 class TestFork:
@@ -181,6 +200,16 @@ class TestFork:
 
 
 class TestRuns:
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    def test_a_fork_does_not_write_the_runs_file(self, tmp_path):
+        path = tmp_path / "choices.json"
+        cpu_probe.measured("kept", Tries(0.5), otherwise=0.0)
+        with cpu_probe.choices_kept_in(path):
+            cpu_probe.measured("a", Tries(0.6), otherwise=0.0)
+            before = path.read_text()
+            TestFork.in_child(lambda: cpu_probe.measured("kept", Tries(9.0), otherwise=0.0))
+            assert path.read_text() == before
+
     def test_a_run_keeps_its_choices(self, tmp_path):
         path = tmp_path / "choices.json"
         cpu_probe.measured("a", Tries(0.5), otherwise=0.0)

@@ -18,18 +18,20 @@ WITH_AMX = "processor : 0\nmodel name : Some Xeon\nflags : fpu avx512f amx_bf16 
 WITHOUT = "processor : 0\nmodel name : Some EPYC\nflags : fpu avx2\n"
 
 # Children that stand for a CPU: they look at the cap that oneDNN would, and end as its products would.
-LIVES = "pass"
+LIVES = "print('begun')"
 DIES_WITHOUT_A_CAP = """
 import os, signal
+print("begun", flush=True)
 if not os.environ.get("ONEDNN_MAX_CPU_ISA"):
     os.kill(os.getpid(), signal.SIGILL)
 """
 FAILS_ABOVE_AVX2 = """
 import os
+print("begun", flush=True)
 if os.environ.get("ONEDNN_MAX_CPU_ISA") != "AVX2":
     raise RuntimeError("could not create a primitive")
 """
-ALWAYS_DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+ALWAYS_DIES = "import os, signal; print('begun', flush=True); os.kill(os.getpid(), signal.SIGILL)"
 
 
 @pytest.fixture(autouse=True)
@@ -147,6 +149,17 @@ def test_a_spoilt_file_is_as_none(cpu, content):
 def test_a_trial_that_does_not_end_decides_nothing(cpu, monkeypatch):
     cpu(WITH_AMX, "import time; time.sleep(60)")
     monkeypatch.setattr(processor, "_TRIAL_SECONDS", 0.2)
+    assert processor.make_products_safe().cap == ""
+    assert kept() == []
+
+
+@pytest.mark.parametrize("executable", [None, "/bin/false", "python that is not there"])
+def test_a_trial_that_does_not_begin_decides_nothing(cpu, monkeypatch, executable):
+    cpu(WITH_AMX, "import a_module_that_is_not_there")
+    if executable is None:
+        assert processor.make_products_safe().cap == ""
+        assert kept() == []
+    monkeypatch.setattr(sys, "executable", executable)
     assert processor.make_products_safe().cap == ""
     assert kept() == []
 

@@ -32,6 +32,7 @@ _CPUINFO = "/proc/cpuinfo"
 # What stock models do in 16 bits: matrix products, with and without bias, of one token and of many.
 _TRIAL = """
 import torch
+print("begun", flush=True)
 for dtype in (torch.bfloat16, torch.float16):
     weight, bias = torch.ones(96, 64, dtype=dtype), torch.ones(96, dtype=dtype)
     for tokens in (1, 3, 40):
@@ -114,7 +115,8 @@ def make_products_safe() -> Verdict:
         verdict = _try_products()
         if verdict is None:
             return Verdict("", "names AMX; whether it works could not be tried")
-        _keep(verdict)
+        if verdict.words != _NOTHING_HELPS:
+            _keep(verdict)
     _apply(verdict)
     return verdict
 
@@ -147,7 +149,7 @@ def _try_products() -> Verdict | None:
 
 
 def _survives(cap: str) -> bool | None:
-    """Whether a process of its own multiplies 16-bit matrices under `cap` and lives; None: it did not end."""
+    """Whether a process of its own multiplies 16-bit matrices under `cap` and lives; None: nobody knows."""
     environment = {name: value for name, value in os.environ.items() if name != CAP_VARIABLE}
     if cap:
         environment[CAP_VARIABLE] = cap
@@ -156,12 +158,14 @@ def _survives(cap: str) -> bool | None:
             [sys.executable, "-c", _TRIAL],
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=_TRIAL_SECONDS,
         )
-    except (OSError, subprocess.TimeoutExpired):
+    except (OSError, TypeError, subprocess.TimeoutExpired):  # TypeError: no executable, Python is embedded
         return None
+    if not finished.stdout.startswith(b"begun"):
+        return None  # it did not get as far as a product
     return finished.returncode == 0
 
 
@@ -180,7 +184,7 @@ def _kept_verdict() -> Verdict | None:
     path = _verdict_file()
     try:
         fields = json.loads(path.read_text(encoding="utf-8")) if path is not None else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(fields, dict) or set(fields) != set(Verdict._fields):
         return None

@@ -16,7 +16,7 @@ from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
 from .backends import Site, get_backend
-from .kernels.args import RUN, FfnArgs, FfnOutput, Skip, cast_of
+from .kernels.args import PLAIN, RUN, FfnArgs, FfnOutput, Skip, cast_of
 from .kernels.dense import dense_forward
 from .ops import ffn_op, train_op
 from .plan import Plan, is_automatic, resolution_state, resolve
@@ -187,11 +187,8 @@ def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.jit.is_tracing()
-        or not all(tensor is None or type(tensor) in _PLAIN for tensor in tensors)
+        or not all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
     )
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _skip(path: str, backend: str, args: FfnArgs, training: bool) -> Skip:
@@ -246,7 +243,8 @@ def _traced_forward_mode() -> bool:
     A level that the traced code has entered itself is over when guards are checked, so only the constant sees
     it. Outside of any, reading the level makes it a guard: a later call inside of one compiles again.
     """
-    return _in_dual_level() or forward_ad._current_level >= 0
+    level = forward_ad._current_level  # read in any case, for the guard
+    return _in_dual_level() or level >= 0
 
 
 def _in_dual_level() -> bool:

@@ -122,3 +122,14 @@ def test_activations_that_contradict_each_other_are_refused():
     with pytest.raises(ValueError, match="hidden_act: got 'relu2'; accepted: 'relu'"):
         SparseLlamaConfig(**SIZES, hidden_act="relu2")
     assert SparseLlamaConfig(**SIZES, hidden_act="relu2", sparsity_activation="relu2").hidden_act == "relu2"
+
+
+@pytest.mark.parametrize(
+    ("stock", "asked", "activation"), [("silu", "relu2", "relu2"), ("relu2", "relu", "relu")]
+)
+def test_hidden_act_may_be_asked_for(stock, asked, activation, tmp_path):
+    LlamaConfig(**SIZES, hidden_act=stock).save_pretrained(tmp_path / "stock")
+    config = SparseLlamaConfig.from_pretrained(tmp_path / "stock", hidden_act=asked)
+    assert (config.sparsity_activation, config.hidden_act) == (activation, activation)
+    config.save_pretrained(tmp_path / "sparse")
+    assert SparseLlamaConfig.from_pretrained(tmp_path / "sparse").sparsity_activation == activation

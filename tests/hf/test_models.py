@@ -468,3 +468,14 @@ def test_deepcopy_keeps_the_weight_of_the_l1():
     sparse = sparse_model()
     sparse.l1_weight = 0.75
     assert copy.deepcopy(sparse).l1_weight == 0.75
+
+
+def test_masks_that_are_not_there_are_not_looked_at():
+    from torch._subclasses import FakeTensorMode
+
+    model = sparse_model().train()
+    ids = tokens()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(ids)
+        output = model(input_ids=fake, attention_mask=torch.ones_like(fake), labels=fake)
+        assert output.loss.shape == ()

@@ -79,3 +79,17 @@ def test_a_run_that_died_at_its_end_logs_nothing_twice(tmp_path, monkeypatch, ev
 
     assert sorted(lines(folder), key=str) == sorted(lines(tmp_path / "whole"), key=str)
     assert len(set(lines(folder))) == len(lines(folder))
+
+
+def test_what_else_is_logged_at_a_step_has_a_line_of_its_own(tmp_path):
+    from types import SimpleNamespace
+
+    from twell.train.metrics import MetricsFile, read_metrics
+
+    file = MetricsFile(tmp_path / "metrics.jsonl", 10)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=3)
+    for logs in ({"loss": 1.0, "ce_loss": 1.0}, {"test_loss": 2.0}, {"loss": 1.5, "ce_loss": 1.5}):
+        file.on_log(None, state, None, logs=logs)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["test_loss"] for line in lines if "test_loss" in line] == [2.0]
+    assert [line["loss"] for line in lines if "loss" in line] == [1.5]

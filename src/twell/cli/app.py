@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +28,10 @@ def options(
     ] = False,
 ) -> None:
     """Sparse feed-forward execution for LLMs."""
-    from .._processor import make_products_safe
+    if "--help" not in sys.argv:
+        from .._processor import make_products_safe
 
-    make_products_safe()
+        make_products_safe()
 
 
 @app.command()

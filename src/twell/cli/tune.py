@@ -30,15 +30,16 @@ def run_tune(*, device: str | None, hidden: int, neurons: int, gated: bool, quic
 
 
 def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool) -> None:
-    table = Table("dtype", "tokens", "row path up to", "block path")
+    table = Table("dtype", "tokens", "down", "row path up to", "block path")
     with Progress(console=console) as progress:
-        task = progress.add_task("measuring", total=len(DTYPES) * len(PROBE_BUCKETS))
+        task = progress.add_task("measuring", total=2 * len(DTYPES) * len(PROBE_BUCKETS))
 
         def report(limits: CpuLimits) -> None:
             progress.advance(task)
             block = {None: "-", True: "pays", False: "does not pay"}[limits.block]
             name = str(limits.dtype).removeprefix("torch.")
-            table.add_row(name, f"{limits.tokens}+", f"{limits.row:.1%} active", block)
+            down = "by neuron" if limits.neuron_major else "as stock"
+            table.add_row(name, f"{limits.tokens}+", down, f"{limits.row:.1%} active", block)
 
         found = tune_cpu(hidden, neurons, gated=gated, report=report)
         progress.update(task, completed=progress.tasks[task].total)

@@ -82,11 +82,14 @@ class SparsityConfig:
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """As transformers'; `sparsity_*` among kwargs are checked as those of the constructor are."""
-        own = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("sparsity_")}
+        names = [name for name in kwargs if name.startswith("sparsity_") or name == "hidden_act"]
+        own = {name: kwargs.pop(name) for name in names}
         fields = config_dict | own
         is_stock = fields.get("model_type", cls.model_type) != cls.model_type
-        if "sparsity_activation" in own:
+        if "sparsity_activation" in own and "hidden_act" not in own:
             fields.pop("hidden_act", None)
+        elif "hidden_act" in own and "sparsity_activation" not in own:
+            fields["sparsity_activation"] = _activation_of_stock(own["hidden_act"])
         elif is_stock and "sparsity_activation" not in fields:
             fields["sparsity_activation"] = _activation_of_stock(fields.get("hidden_act", "silu"))
         return super().from_dict(fields, **kwargs)

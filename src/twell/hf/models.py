@@ -202,9 +202,11 @@ class _SparseCausalLM(_SparsePreTrained):
 def _is_readable(mask: Any) -> bool:
     """Whether `mask` is a padding mask [batch, tokens] whose values the host may ask for now."""
     return (
-        isinstance(mask, Tensor)
+        type(mask) is Tensor
         and mask.dim() == 2
         and not mask.is_meta
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
         and not torch.jit.is_tracing()
         and not (mask.is_cuda and torch.cuda.is_current_stream_capturing())
     )

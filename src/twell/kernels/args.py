@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..activations import Activation
 
+PLAIN = (Tensor, torch.nn.Parameter)  # types of which nothing but values is to be known
+
 
 def cast_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in another dtype, which remembers what it was made of."""

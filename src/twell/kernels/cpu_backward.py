@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from .._ran import note_path
 from ..activations import Activation, largest_at_most
-from .args import FfnArgs
+from .args import PLAIN, FfnArgs
 from .cpu_choice import sparse_can_pay
 from .cpu_weights import CpuSite, site_of
 from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, RowSums, sampled_dot
@@ -38,8 +38,6 @@ CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chu
 _SAMPLED_SHARE = 32  # one token in so many is looked at first: about 1% of the dense backward
 _SAMPLED_TOKENS = range(16, 65)
 _GOLDEN_RATIO = 0.6180339887498949
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def cpu_backward(
@@ -174,7 +172,7 @@ def _only_values_matter(tensors: tuple[Tensor | None, ...]) -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._are_functorch_transforms_active()
-        or any(t is not None and type(t) not in _PLAIN for t in tensors)
+        or any(t is not None and type(t) not in PLAIN for t in tensors)
         or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     )
 

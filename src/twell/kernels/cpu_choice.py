@@ -2,8 +2,8 @@
 
 At D 1024, H 4096 in fp32 the row path breaks even near 15% active neurons on 2 Zen 3 cores and near 7% on 16
 Sapphire Rapids cores. So the limits are measured (`cpu_probe`) the first time a call of their kind (dtype,
-layout, size, threads) has to choose: 0.1 to 0.5 s on an idle machine. Paths round differently in the last
-bit; name one in a `Plan` where results must not depend on the machine.
+layout, size, threads) has to choose. Paths round differently in the last bit; name one in a `Plan` where
+results must not depend on the machine.
 """
 
 from __future__ import annotations

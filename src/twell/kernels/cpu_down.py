@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from . import cpu_multiply
 
@@ -23,15 +22,26 @@ def reads_badly(down: Tensor) -> bool:
     )
 
 
+_SLICE = 1 << 17  # numbers of a weight that are cast at a time, within a core's cache
+
+
+def _sum_in_float32(hidden: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+    """The same where sums that come rounded to 16 bits will not do: the bias may cancel most of them."""
+    total = bias.float().expand(hidden.shape[0], -1).contiguous()
+    step = max(_SLICE // max(rows.shape[1], 1), 1)
+    for first in range(0, rows.shape[0], step):
+        part = slice(first, first + step)
+        total.addmm_(hidden[:, part].float(), rows[part].float())
+    return total.to(rows.dtype)
+
+
 def sum_all_rows(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
     """hidden @ down^T + bias for few tokens as weighted sums of neuron rows; down.mT must be contiguous.
 
     Sums in float32 and rounds once. bf16, H 4096, D 1024, weights in cache: 1 token 0.45 ms, 8 tokens 1.6.
     """
     if bias is not None:
-        # The sums below come rounded to 16 bits, of which the bias may cancel most.
-        wide = linear(hidden.float(), down.float(), bias.float())
-        return wide.to(down.dtype)
+        return _sum_in_float32(hidden, down.mT, bias)
     tokens, neurons = hidden.shape
     outputs = down.shape[0]
     # Bags are what runs in parallel: cut the rows of very few tokens into parts, each a bag of its own.

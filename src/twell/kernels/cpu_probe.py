@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +33,7 @@ _FELL = 0.97  # a time below this share of the least before has fallen
 _MOST_SECONDS = 0.5  # for one try, but at least two rounds
 _MOST_TRIES = 5
 _AGREE_WITHIN = 0.2  # of the larger of two tries
+_LARGEST = 1e6  # that a share or a gain may be; what is above was not written by us
 _LOCK_SECONDS = 30  # measurements take less; beyond, measure beside the other process rather than wait
 
 _log = logging.getLogger("twell")
@@ -42,8 +44,9 @@ _forked = False
 
 
 def _note_fork() -> None:
-    global _forked, _lock
+    global _forked, _lock, _run_file
     _forked = True
+    _run_file = None  # it is the parent's to write
     _lock = threading.RLock()  # the parent's may have been held by a thread that is not here
 
 
@@ -66,7 +69,7 @@ def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> fl
             return _known[name]
         kept = _kept().get(name)
         if kept is None and _forked:
-            log_once(f"running dense in a forked process: it cannot measure the CPU ({name})")
+            log_once("a forked process cannot measure the CPU and takes the cautious way: dense, F.linear")
             return otherwise
         return _learn(name, _measure_alone(name, measure) if kept is None else kept)
 
@@ -74,8 +77,9 @@ def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> fl
 def measure_again(name: str, measure: Callable[[], float]) -> float:
     """`measured`, whatever is known or kept; the new number replaces that."""
     with _lock:
-        value = agreeing(measure, _MOST_TRIES)
-        _keep(name, value)
+        with _only_process():
+            value = agreeing(measure, _MOST_TRIES)
+            _keep(name, value)
         return _learn(name, value)
 
 
@@ -161,8 +165,8 @@ def _measure_alone(name: str, measure: Callable[[], float]) -> float:
         _log.info("twell: measured this CPU: %s: %.4g", name, value)
         if value == 0:
             log_once(
-                f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; "
-                "if other programs were busy meanwhile, measure again with `twell tune --device cpu`"
+                f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; if "
+                "other programs were busy, measure again: `twell tune --device cpu`, with your sizes"
             )
         _keep(name, value)
         return value
@@ -175,9 +179,9 @@ def _only_process() -> Iterator[None]:
     if path is not None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(f"{path}.lock")
+            lock = _lock_of(str(path))
             lock.acquire(timeout=_LOCK_SECONDS)
-        except (OSError, Timeout):  # a folder that cannot be written to, or a process that does not end
+        except (OSError, NotImplementedError, Timeout):  # no place for it, or a process that does not end
             lock = None
     try:
         yield
@@ -186,10 +190,17 @@ def _only_process() -> Iterator[None]:
             lock.release()
 
 
+@lru_cache(maxsize=8)
+def _lock_of(path: str) -> FileLock:
+    """One object per file: a measurement may ask for another, and waits for itself with two."""
+    return FileLock(f"{path}.lock")
+
+
 def _learn(name: str, value: float) -> float:
     _known[name] = value
     if _run_file is not None:
-        machines = _read(_run_file) | {_machine(): dict(_known)}
+        machines = _read(_run_file)
+        machines[_machine()] = machines.get(_machine(), {}) | _known
         _write(_run_file, machines)
     return value
 
@@ -218,7 +229,7 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
     """machine -> name -> number; empty where there is no file, or none that can be read."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(stored, dict):
         return {}
@@ -230,8 +241,9 @@ def _read(path: Path) -> dict[str, dict[str, float]]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LARGEST
 
 
 def _machine() -> str:
-    return fingerprint(str(torch.__version__), __version__, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    caps = (os.environ.get(variable, "") for variable in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"))
+    return fingerprint(str(torch.__version__), __version__, *caps)

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
 from .._ran import note_path
-from .args import FfnArgs, FfnOutput
+from .args import PLAIN, FfnArgs, FfnOutput
 from .cpu_down import reads_badly, sum_all_rows
 from .cpu_multiply import Form, form_for
 
@@ -22,8 +22,7 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False) -> FfnOutput
     tuned: on a CPU, products of few tokens may take the form that is fastest there, where only values matter.
     """
     note_path("dense", args.x, args.up.shape[0])
-    values_only = args.x.device.type == "cpu" and _only_values_matter()
-    if values_only and not record:
+    if not record and args.x.device.type == "cpu" and _only_values_matter() and _are_plain(args):
         return FfnOutput(_forward_in_place(args, tuned))
     activated = args.activation(linear(args.x, args.selector, args.selector_bias))
     hidden = activated
@@ -131,6 +130,11 @@ def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
     if flat.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and _only_values_matter():
         return sum_all_rows(flat, down, bias).view(*hidden.shape[:-1], down.shape[0])
     return linear(hidden, down.contiguous(), bias)
+
+
+def _are_plain(args: FfnArgs) -> bool:
+    """Whether all operands are plain tensors: a subclass may know F.linear and nothing else."""
+    return all(tensor is None or type(tensor) in PLAIN for tensor in args[:-1])
 
 
 def _only_values_matter() -> bool:

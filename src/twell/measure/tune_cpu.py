@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class CpuLimits(NamedTuple):
     """What automatic plans go by from `tokens` tokens on.
 
+    neuron_major:  whether each neuron's down weights lie together, as `SparseMLP` keeps them.
     row:    the share of active neurons up to which the row path is taken.
     block:  whether blocks of tokens that share few neurons take the block path; None for too few tokens.
     """
 
     dtype: torch.dtype
     tokens: int
+    neuron_major: bool
     row: float
     block: bool | None
 
@@ -41,23 +44,24 @@ def tune_cpu(
     """
     found = []
     threads = torch.get_num_threads()
-    for tokens in (count for count in PROBE_BUCKETS if count <= FEW_TOKENS):
+    for tokens in (1 << power for power in range(FEW_TOKENS.bit_length())):
         remeasure_form(tokens, neurons, hidden, threads)
-    for dtype in DTYPES:
-        for tokens in PROBE_BUCKETS:
-            site = CpuSite(
-                tokens=tokens,
-                hidden=hidden,
-                neurons=neurons,
-                dtype=dtype,
-                gated=gated,
-                neuron_major_down=True,
-                threads=threads,
-            )
-            if not sparse_can_pay(site):
-                continue  # dense, whatever the limits are
-            row, block = remeasure(site)
-            found.append(CpuLimits(dtype, tokens, row, block if tokens >= MANY_TOKENS else None))
-            if report is not None:
-                report(found[-1])
+        for transposed in (True, False):
+            remeasure_form(tokens, hidden, neurons, threads, transposed)
+    for dtype, tokens, neuron_major in product(DTYPES, PROBE_BUCKETS, (True, False)):
+        site = CpuSite(
+            tokens=tokens,
+            hidden=hidden,
+            neurons=neurons,
+            dtype=dtype,
+            gated=gated,
+            neuron_major_down=neuron_major,
+            threads=threads,
+        )
+        if not sparse_can_pay(site):
+            continue  # dense, whatever the limits are
+        row, block = remeasure(site)
+        found.append(CpuLimits(dtype, tokens, neuron_major, row, block if tokens >= MANY_TOKENS else None))
+        if report is not None:
+            report(found[-1])
     return found

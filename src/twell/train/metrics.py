@@ -110,5 +110,7 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 def _place(line: dict[str, Any]) -> tuple[int, str]:
     """What no two lines of a run share."""
-    kind = "evaluation" if "eval_loss" in line else _END if "train_runtime" in line else "log"
-    return line["step"], kind
+    for kind, key in (("evaluation", "eval_loss"), (_END, "train_runtime"), ("log", "loss")):
+        if key in line:
+            return line["step"], kind
+    return line["step"], ",".join(sorted(line))  # what somebody else logs

@@ -257,8 +257,7 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
             target.rename(old)
         temporary.replace(target)
         shutil.rmtree(old, ignore_errors=True)
-        with saving(folder / SUMMARY, SUMMARY, lambda: again):
-            write_json(folder / SUMMARY, summary)
+        write_json(folder / SUMMARY, summary)
     trainer.accelerator.wait_for_everyone()
     return RunResult(folder=folder, finished=True, summary=summary)
 

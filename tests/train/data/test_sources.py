@@ -236,3 +236,13 @@ def test_a_damaged_archive_is_named(tmp_path, packed, damage):
     path.write_bytes(path.read_bytes()[:-20] if damage == "cut" else b"garbage, no archive")
     with pytest.raises(ValueError, match=rf"a\.txt\{packed}: cut off or damaged"):
         read(path)
+
+
+def test_what_lies_beside_records_is_no_data(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(_log, "_logged", set())
+    (tmp_path / "data.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    for name in ("README.md", "dataset_infos.json"):
+        (tmp_path / name).write_text("about the data")
+    with caplog.at_level("WARNING", logger="twell"):
+        assert read(tmp_path) == ["one", "two"]
+    assert "left out 2 files beside the records" in caplog.text

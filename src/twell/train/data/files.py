@@ -32,13 +32,23 @@ BLOCK_BYTES = 1 << 20
 """Read at a time, so that a file of many documents is never in memory as a whole."""
 
 
+def has_records(path: Path) -> bool:
+    """Whether its name says that it holds records: JSON lines or parquet."""
+    return path.name.lower().endswith((*JSON_LINES, *PARQUET))
+
+
+def is_named_data(path: Path) -> bool:
+    """Whether its name says that it is to be read."""
+    return path.name.lower().endswith((*SEPARATED, *JSON_LINES, *PARQUET))
+
+
 def is_wanted(path: Path) -> bool:
     """Whether a file of a folder is to be read: by its name where that says so, else by how it begins."""
-    if path.name.lower().endswith((*SEPARATED, *JSON_LINES, *PARQUET)):
+    if is_named_data(path):
         return True
     try:
         return _is_text(path)
-    except ValueError:  # a damaged archive, which nobody has named
+    except (ValueError, OSError):  # a damaged archive or an unreadable file, which nobody has named
         return False
 
 

@@ -108,6 +108,11 @@ def _paths(name: str) -> list[Path]:
             (found if files.is_wanted(file) else left_out).append(file)
         if left_out:
             log_once(f"{name}: left out {len(left_out)} files that are not text, such as {left_out[0]}")
+        if any(files.has_records(file) for file in found):
+            beside = [file for file in found if not files.is_named_data(file)]
+            found = [file for file in found if files.is_named_data(file)]
+            if beside:
+                log_once(f"{name}: left out {len(beside)} files beside the records, such as {beside[0]}")
         if not found:
             reject("data.source", f"the folder {name}, without a file to read", files.ACCEPTED)
         return found
