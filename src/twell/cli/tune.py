@@ -47,7 +47,9 @@ def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool) -> None:
         console.print(f"Blocks of D {hidden}, H {neurons} are too small to gain here: they run dense.")
         return
     console.print(table)
-    console.print(f"{torch.get_num_threads()} threads; kept in {measurements_file()}")
+    path = measurements_file()
+    place = f"kept in {path}" if path is not None and path.is_file() else "not kept: no folder to write to"
+    console.print(f"{torch.get_num_threads()} threads; {place}")
 
 
 def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:

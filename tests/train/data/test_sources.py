@@ -91,9 +91,9 @@ def test_a_folder_is_read_in_sorted_order(tmp_path):
     write(tmp_path / "b" / "a.jsonl.gz", json_lines(["2"]))
     write(tmp_path / "a.txt", b"1")
     write(tmp_path / "c.TXT", b"4")
-    write(tmp_path / "README.md", b"0")
+    write(tmp_path / "README.md", b"not read: there are records")
     write(tmp_path / ".hidden" / "a.txt", b"not read")
-    assert read(tmp_path) == ["0", "1", "2", "3", "4"]
+    assert read(tmp_path) == ["1", "2", "3", "4"]
     assert read((str(tmp_path / "c.TXT"), str(tmp_path / "b"))) == ["4", "2", "3"]
 
 
