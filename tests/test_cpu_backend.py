@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from twell import Plan, ffn, ffn_with_stats, recorded_paths, reference
-from twell.kernels import cpu, cpu_choice, cpu_multiply
+from twell.activations import Activation
+from twell.kernels import cpu, cpu_choice, cpu_multiply, dense
+from twell.kernels.args import FfnArgs
+from twell.kernels.cpu_weights import WeightViews, site_of
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -68,6 +71,16 @@ def test_neuron_major_down(path, dtype, native, tokens, cpu_choices):
     cpu_choices.native = native
     x, up, down, gate = make_ffn(tokens, 32, 96, 9, dtype=dtype, seed=5).operands()
     check((x, up, down.mT.contiguous().mT, gate), cpu_plan(path))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@on_every_cpu
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_neuron_major_down_with_a_bias(path, dtype, native, tokens, cpu_choices):
+    cpu_choices.native = native
+    x, up, down, gate = make_ffn(tokens, 32, 96, 9, dtype=dtype, seed=5).operands()
+    bias = torch.linspace(-1, 1, 32, dtype=torch.float64).to(dtype)
+    check((x, up, down.mT.contiguous().mT, gate), cpu_plan(path), down_bias=bias)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -159,6 +172,75 @@ def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
     assert reference.relative_error(y, exact) < 16 * torch.finfo(torch.float32).eps
 
 
+@pytest.fixture
+def dense_forms(cpu_choices, monkeypatch):
+    """The other form is the faster one for weights of any size; the list says where dense blocks took it."""
+    monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
+    cpu_choices.form_gain = 2.0
+    taken: list[int] = []
+
+    def watched(tokens, weight):
+        form = cpu_multiply.form_for(tokens, weight)
+
+        def run(x, weight):
+            taken.append(x.shape[0])
+            return form(x, weight)
+
+        return None if form is None else run
+
+    monkeypatch.setattr(dense, "form_for", watched)
+    return taken
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (3,), (64,), (2, 3), (1, 2, 3), (65,)], ids=str)
+def test_the_other_form_of_dense_blocks(shape, bias, gated, dense_forms):
+    """A small block that an automatic plan leaves dense, asked for and then granted ahead."""
+    tokens = torch.Size(shape).numel()
+    x, *weights = make_ffn(tokens, 48, 160, 80, gated=gated, seed=12).operands()
+    x = x.view(*shape, 48)
+    biases = {"up_bias": torch.randn(160), "down_bias": torch.randn(48)} if bias else {}
+    exact = reference.ffn(x, *weights, dtype=torch.float64, **biases).y
+    with torch.no_grad():
+        for y in (ffn(x, *weights, **biases), ffn(x, *weights, **biases)):
+            assert y.shape == x.shape
+            assert reference.relative_error(y, exact) < 16 * torch.finfo(torch.float32).eps
+    products = 3 if gated else 2
+    if tokens != 1:  # one token has another form only where torch has oneDNN
+        assert dense_forms == ([tokens] * 2 * products if tokens <= 64 else [])
+
+
+def test_named_dense_blocks_multiply_as_torch_does(dense_forms):
+    operands = make_ffn(3, 48, 160, 80).operands()
+    with torch.no_grad():
+        for _ in range(2):
+            ffn(*operands, plan=Plan(path="dense"))
+    assert dense_forms == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native", "tokens", "upcast"),
+    [
+        (torch.bfloat16, False, 16, True),
+        (torch.float16, False, 300, True),
+        (torch.bfloat16, False, 15, False),
+        (torch.bfloat16, True, 300, False),
+        (torch.float32, False, 300, False),
+        (torch.float64, False, 300, False),
+    ],
+    ids=str,
+)
+def test_what_is_multiplied_in_float32(dtype, native, tokens, upcast, cpu_choices):
+    cpu_choices.native = native
+    x, up, down, gate = make_ffn(tokens, 16, 32, 4, dtype=dtype).operands()
+    weights = WeightViews(FfnArgs(x, up, down, gate, None, None, None, Activation()), tuned=False)
+    assert weights.site.upcast == upcast
+    assert weights.site.projection_dtype == (torch.float32 if upcast else dtype)
+    assert weights.activate_selector(x).dtype == weights.site.projection_dtype
+    assert weights.project_down(weights.project_up(x)).dtype == dtype
+
+
 @pytest.mark.parametrize("record", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_dense_sums_of_all_rows(tokens, record, cpu_choices):
@@ -219,6 +301,20 @@ class TestAutoChoosesByDensity:
         x, up, down, gate = make_ffn(256, 32, 400, 4).operands()
         x[64:128, 0] *= -1  # the constant feature flips, so the second block of 64 fires nearly all
         assert self.paths_of((x, up, down, gate)) == ["row", "dense", "dense"]
+
+    def test_every_block_may_use_a_quarter_of_the_neurons(self):
+        active = torch.zeros(128, 400, dtype=torch.bool)
+        active[:64, :100] = active[64:, 300:] = True
+        x, up, down, gate = make_ffn(128, 32, 400, 100).operands()
+        site = site_of(FfnArgs(x, up, down, gate, None, None, None, Activation()))
+
+        def pays(block_rows):
+            return cpu_choice.still_pays("block", active, int(active.sum()), block_rows, site)
+
+        assert pays(64)
+        assert not pays(128)
+        active[5, 100] = True
+        assert not pays(64)
 
     @pytest.mark.parametrize("block_gain", [2.0, 0.0])
     def test_a_sample_that_misleads(self, block_gain, cpu_choices):
