@@ -9,6 +9,7 @@ from twell import Plan, ffn, ffn_with_stats, recorded_paths, reference
 from twell.activations import Activation
 from twell.kernels import cpu, cpu_choice, cpu_multiply, dense
 from twell.kernels.args import FfnArgs
+from twell.kernels.cpu_down import reads_badly
 from twell.kernels.cpu_weights import WeightViews, site_of
 from twell.synthetic import make_ffn
 
@@ -239,6 +240,16 @@ def test_what_is_multiplied_in_float32(dtype, native, tokens, upcast, cpu_choice
     assert weights.site.projection_dtype == (torch.float32 if upcast else dtype)
     assert weights.activate_selector(x).dtype == weights.site.projection_dtype
     assert weights.project_down(weights.project_up(x)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("native", [True, False])
+def test_which_weights_no_product_reads_well(dtype, native, cpu_choices):
+    cpu_choices.native = native
+    down = torch.empty(8, 16, dtype=dtype)
+    assert not reads_badly(down)
+    assert reads_badly(torch.empty(16, 8, dtype=dtype).mT) == (dtype in DTYPES[2:] and not native)
+    assert not reads_badly(torch.empty(16, 8, dtype=dtype, device="meta").mT)
 
 
 @pytest.mark.parametrize("record", [True, False])

@@ -10,8 +10,9 @@ from twell.activations import Activation
 from twell.kernels import cpu_backward as module
 from twell.kernels import cpu_choice, csr
 from twell.kernels.args import FfnArgs
-from twell.kernels.cpu_backward import cpu_backward
+from twell.kernels.cpu_backward import can_pay, cpu_backward
 from twell.kernels.cpu_training import skips_step
+from twell.kernels.cpu_weights import site_of
 from twell.kernels.dense import dense_backward
 from twell.synthetic import make_ffn
 
@@ -334,6 +335,18 @@ class TestWhenItIsTaken:
         monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 0.1})
         cpu_choices.native = native
         assert skips_step(block(300, nnz=nnz, sigma=1.0, dtype=dtype)).dense == dense
+
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("apart", [None, "up", "down", "gate"])
+    def test_weights_that_must_be_copied_need_more_tokens(self, taken, monkeypatch, gated, apart):
+        monkeypatch.setattr(module, "MIN_TOKENS_COPYING", 256)
+        args = block(40, gated=gated)
+        args = args._replace(down=args.down.mT.contiguous().mT)
+        if apart is not None and getattr(args, apart) is not None:
+            weight = getattr(args, apart)
+            args = args._replace(**{apart: weight.repeat(2, 2)[::2, ::2]})
+        copied = apart in ("up", "down") or (gated and apart == "gate")
+        assert can_pay(args, site_of(args)) == (not copied)
 
     def test_matrix_units_for_16_bits(self, taken, cpu_choices):
         cpu_choices.native = True
