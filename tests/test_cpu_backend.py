@@ -90,6 +90,14 @@ def test_several_chunks_with_a_ragged_end(path, monkeypatch):
     check(make_ffn(101, 32, 96, 9, seed=6).operands(), cpu_plan(path, block_rows=16))
 
 
+def test_an_l1_beyond_the_largest_number_is_infinite():
+    x = torch.ones(3, 1, dtype=torch.float64)
+    up, down = (torch.full((1, 1), value, dtype=torch.float64) for value in (1e308, 1e-308))
+    y, stats = ffn_with_stats(x, up, down, plan=cpu_plan("block", block_rows=1))
+    assert stats.l1.item() == float("inf")
+    torch.testing.assert_close(y, x)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 64, 1000])
 def test_block_rows(rows):
     check(make_ffn(70, 32, 96, 9, seed=7).operands(), cpu_plan("block", rows))

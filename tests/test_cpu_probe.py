@@ -14,7 +14,7 @@ import torch
 
 from twell import _log
 from twell.kernels import cpu_choice, cpu_multiply, cpu_probe
-from twell.kernels.cpu_weights import CpuSite
+from twell.kernels.cpu_weights import CpuSite, WeightViews
 
 pytestmark = pytest.mark.real_cpu
 
@@ -238,6 +238,18 @@ class TestLimits:
     )
     def test_the_limit_lies_where_row_and_dense_meet(self, dense, at_low, at_high, limit):
         assert cpu_choice.row_and_dense_meet(dense, at_low, at_high) == pytest.approx(limit)
+
+    @pytest.mark.parametrize("tokens", [1, 64])
+    @pytest.mark.parametrize("neuron_major", [True, False])
+    def test_what_is_timed_computes_the_block(self, tokens, neuron_major):
+        site = SITE._replace(tokens=tokens, neuron_major_down=neuron_major)
+        args, *_ = cpu_choice._probe_layers(site)
+        activated = cpu_choice._activations(site, 0.1)
+        assert activated.bool().float().mean().item() == pytest.approx(0.1, abs=0.05)
+        exact = (activated * (args.x @ args.up.mT)) @ args.down.mT
+        for finish in (cpu_choice._row_finish, cpu_choice._block_finish, cpu_choice._dense_finish):
+            y = finish(WeightViews(args, tuned=False), activated.clone())
+            torch.testing.assert_close(y, exact)
 
     def test_gains_are_dense_time_over_the_other_path(self, monkeypatch):
         monkeypatch.setattr(cpu_choice, "_seconds", lambda layers, *finishes: [3.0, 1.5])
