@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from twell import Plan, ffn, ffn_with_stats, recorded_paths, reference
-from twell.kernels import cpu, cpu_choice, cpu_multiply
+from twell.activations import Activation
+from twell.kernels import cpu, cpu_choice, cpu_multiply, dense
+from twell.kernels.args import FfnArgs
+from twell.kernels.cpu_down import reads_badly
+from twell.kernels.cpu_weights import WeightViews, site_of
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -73,9 +77,27 @@ def test_neuron_major_down(path, dtype, native, tokens, cpu_choices):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@on_every_cpu
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_neuron_major_down_with_a_bias(path, dtype, native, tokens, cpu_choices):
+    cpu_choices.native = native
+    x, up, down, gate = make_ffn(tokens, 32, 96, 9, dtype=dtype, seed=5).operands()
+    bias = torch.linspace(-1, 1, 32, dtype=torch.float64).to(dtype)
+    check((x, up, down.mT.contiguous().mT, gate), cpu_plan(path), down_bias=bias)
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_several_chunks_with_a_ragged_end(path, monkeypatch):
     monkeypatch.setattr(cpu, "CHUNK_TOKENS", range(32, 33))
     check(make_ffn(101, 32, 96, 9, seed=6).operands(), cpu_plan(path, block_rows=16))
+
+
+def test_an_l1_beyond_the_largest_number_is_infinite():
+    x = torch.ones(3, 1, dtype=torch.float64)
+    up, down = (torch.full((1, 1), value, dtype=torch.float64) for value in (1e308, 1e-308))
+    y, stats = ffn_with_stats(x, up, down, plan=cpu_plan("block", block_rows=1))
+    assert stats.l1.item() == float("inf")
+    torch.testing.assert_close(y, x)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 1000])
@@ -200,6 +222,85 @@ def test_weights_of_another_kind_are_multiplied_their_way(tokens, cpu_choices, m
             assert torch.equal(found, wanted)
 
 
+@pytest.fixture
+def dense_forms(cpu_choices, monkeypatch):
+    """The other form is the faster one for weights of any size; the list says where dense blocks took it."""
+    monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
+    cpu_choices.form_gain = 2.0
+    taken: list[int] = []
+
+    def watched(tokens, weight):
+        form = cpu_multiply.form_for(tokens, weight)
+
+        def run(x, weight):
+            taken.append(x.shape[0])
+            return form(x, weight)
+
+        return None if form is None else run
+
+    monkeypatch.setattr(dense, "form_for", watched)
+    return taken
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1,), (3,), (64,), (2, 3), (1, 2, 3), (65,)], ids=str)
+def test_the_other_form_of_dense_blocks(shape, bias, gated, dense_forms):
+    """A small block that an automatic plan leaves dense, asked for and then granted ahead."""
+    tokens = torch.Size(shape).numel()
+    x, *weights = make_ffn(tokens, 48, 160, 80, gated=gated, seed=12).operands()
+    x = x.view(*shape, 48)
+    biases = {"up_bias": torch.randn(160), "down_bias": torch.randn(48)} if bias else {}
+    exact = reference.ffn(x, *weights, dtype=torch.float64, **biases).y
+    with torch.no_grad():
+        for y in (ffn(x, *weights, **biases), ffn(x, *weights, **biases)):
+            assert y.shape == x.shape
+            assert reference.relative_error(y, exact) < 16 * torch.finfo(torch.float32).eps
+    products = 3 if gated else 2
+    if tokens != 1:  # one token has another form only where torch has oneDNN
+        assert dense_forms == ([tokens] * 2 * products if tokens <= 64 else [])
+
+
+def test_named_dense_blocks_multiply_as_torch_does(dense_forms):
+    operands = make_ffn(3, 48, 160, 80).operands()
+    with torch.no_grad():
+        for _ in range(2):
+            ffn(*operands, plan=Plan(path="dense"))
+    assert dense_forms == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native", "tokens", "upcast"),
+    [
+        (torch.bfloat16, False, 16, True),
+        (torch.float16, False, 300, True),
+        (torch.bfloat16, False, 15, False),
+        (torch.bfloat16, True, 300, False),
+        (torch.float32, False, 300, False),
+        (torch.float64, False, 300, False),
+    ],
+    ids=str,
+)
+def test_what_is_multiplied_in_float32(dtype, native, tokens, upcast, cpu_choices):
+    cpu_choices.native = native
+    x, up, down, gate = make_ffn(tokens, 16, 32, 4, dtype=dtype).operands()
+    weights = WeightViews(FfnArgs(x, up, down, gate, None, None, None, Activation()), tuned=False)
+    assert weights.site.upcast == upcast
+    assert weights.site.projection_dtype == (torch.float32 if upcast else dtype)
+    assert weights.activate_selector(x).dtype == weights.site.projection_dtype
+    assert weights.project_down(weights.project_up(x)).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("native", [True, False])
+def test_which_weights_no_product_reads_well(dtype, native, cpu_choices):
+    cpu_choices.native = native
+    down = torch.empty(8, 16, dtype=dtype)
+    assert not reads_badly(down)
+    assert reads_badly(torch.empty(16, 8, dtype=dtype).mT) == (dtype in DTYPES[2:] and not native)
+    assert not reads_badly(torch.empty(16, 8, dtype=dtype, device="meta").mT)
+
+
 @pytest.mark.parametrize("record", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_dense_sums_of_all_rows(tokens, record, cpu_choices):
@@ -260,6 +361,20 @@ class TestAutoChoosesByDensity:
         x, up, down, gate = make_ffn(256, 32, 400, 4).operands()
         x[64:128, 0] *= -1  # the constant feature flips, so the second block of 64 fires nearly all
         assert self.paths_of((x, up, down, gate)) == ["row", "dense", "dense"]
+
+    def test_every_block_may_use_a_quarter_of_the_neurons(self):
+        active = torch.zeros(128, 400, dtype=torch.bool)
+        active[:64, :100] = active[64:, 300:] = True
+        x, up, down, gate = make_ffn(128, 32, 400, 100).operands()
+        site = site_of(FfnArgs(x, up, down, gate, None, None, None, Activation()))
+
+        def pays(block_rows):
+            return cpu_choice.still_pays("block", active, int(active.sum()), block_rows, site)
+
+        assert pays(64)
+        assert not pays(128)
+        active[5, 100] = True
+        assert not pays(64)
 
     @pytest.mark.parametrize("block_gain", [2.0, 0.0])
     def test_a_sample_that_misleads(self, block_gain, cpu_choices):

@@ -10,7 +10,9 @@ from twell.activations import Activation
 from twell.kernels import cpu_backward as module
 from twell.kernels import cpu_choice, csr
 from twell.kernels.args import FfnArgs
-from twell.kernels.cpu_backward import cpu_backward
+from twell.kernels.cpu_backward import can_pay, cpu_backward
+from twell.kernels.cpu_training import skips_step
+from twell.kernels.cpu_weights import site_of
 from twell.kernels.dense import dense_backward
 from twell.synthetic import make_ffn
 
@@ -200,6 +202,19 @@ def test_only_what_is_needed(taken, gated, wanted):
     assert taken
 
 
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("wanted", NAMES)
+def test_dense_gradients_only_of_what_is_needed(gated, wanted):
+    args = block(gated=gated, biases=True)
+    needed = FfnArgs(*(name == wanted for name in NAMES), args.activation)
+    whole = dense_backward(args, seed_of(args), l1_of(args), everything(args))
+    some = dense_backward(args, seed_of(args), l1_of(args), needed)
+    for name, mine, every in zip(NAMES, some, whole, strict=True):
+        assert (mine is None) == (name != wanted or every is None), name
+        if mine is not None:
+            torch.testing.assert_close(mine, every, rtol=0, atol=0)
+
+
 def test_without_l1(taken):
     args = block(dtype=torch.float64, biases=True)
     ours = cpu_backward(args, seed_of(args), None, everything(args))
@@ -304,6 +319,34 @@ class TestWhenItIsTaken:
         run(block(256, 64, 256, 2))
         run(block(8, 128, 1024, 4))
         assert sparse == [True, False]
+
+    @pytest.mark.parametrize(
+        ("dtype", "native", "nnz", "dense"),
+        [
+            (torch.float32, False, 4, False),
+            (torch.float32, False, 120, True),
+            (torch.bfloat16, False, 4, False),
+            (torch.bfloat16, False, 120, False),  # stock products of 16 bits would take far longer
+            (torch.bfloat16, True, 4, True),
+        ],
+        ids=str,
+    )
+    def test_steps_that_are_left_to_dense(self, taken, monkeypatch, cpu_choices, dtype, native, nnz, dense):
+        monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 0.1})
+        cpu_choices.native = native
+        assert skips_step(block(300, nnz=nnz, sigma=1.0, dtype=dtype)).dense == dense
+
+    @pytest.mark.parametrize("gated", [True, False])
+    @pytest.mark.parametrize("apart", [None, "up", "down", "gate"])
+    def test_weights_that_must_be_copied_need_more_tokens(self, taken, monkeypatch, gated, apart):
+        monkeypatch.setattr(module, "MIN_TOKENS_COPYING", 256)
+        args = block(40, gated=gated)
+        args = args._replace(down=args.down.mT.contiguous().mT)
+        if apart is not None and getattr(args, apart) is not None:
+            weight = getattr(args, apart)
+            args = args._replace(**{apart: weight.repeat(2, 2)[::2, ::2]})
+        copied = apart in ("up", "down") or (gated and apart == "gate")
+        assert can_pay(args, site_of(args)) == (not copied)
 
     def test_matrix_units_for_16_bits(self, taken, cpu_choices):
         cpu_choices.native = True

@@ -14,7 +14,7 @@ import torch
 
 from twell import _log
 from twell.kernels import cpu_choice, cpu_multiply, cpu_probe
-from twell.kernels.cpu_weights import CpuSite
+from twell.kernels.cpu_weights import CpuSite, WeightViews
 
 pytestmark = pytest.mark.real_cpu
 
@@ -268,6 +268,43 @@ class TestLimits:
     def test_the_limit_lies_where_row_and_dense_meet(self, dense, at_low, at_high, limit):
         assert cpu_choice.row_and_dense_meet(dense, at_low, at_high) == pytest.approx(limit)
 
+    @pytest.mark.parametrize("tokens", [1, 64])
+    @pytest.mark.parametrize("neuron_major", [True, False])
+    def test_what_is_timed_computes_the_block(self, tokens, neuron_major):
+        site = SITE._replace(tokens=tokens, neuron_major_down=neuron_major)
+        args, *_ = cpu_choice._probe_layers(site)
+        activated = cpu_choice._activations(site, 0.1)
+        assert activated.bool().float().mean().item() == pytest.approx(0.1, abs=0.05)
+        exact = (activated * (args.x @ args.up.mT)) @ args.down.mT
+        for finish in (cpu_choice._row_finish, cpu_choice._block_finish, cpu_choice._dense_finish):
+            y = finish(WeightViews(args, tuned=False), activated.clone())
+            torch.testing.assert_close(y, exact)
+
+    def test_gains_are_dense_time_over_the_other_path(self, monkeypatch):
+        monkeypatch.setattr(cpu_choice, "_seconds", lambda layers, *finishes: [3.0, 1.5])
+        assert cpu_choice._measure_block_gain(SITE) == 2.0
+
+    @pytest.mark.parametrize(
+        ("changes", "pays"),
+        [
+            ({}, False),
+            ({"gated": True}, True),
+            ({"gated": True, "threads": 2}, False),
+            ({"dtype": torch.float64}, True),
+            ({"tokens": 5}, False),
+            ({"tokens": 6}, True),
+            ({"tokens": 6, "threads": 2}, False),
+        ],
+    )
+    def test_there_must_be_enough_to_save(self, changes, pays, monkeypatch):
+        """One token reads 4,000 bytes in 0.4 ms and multiplies in 0.2 ms."""
+        monkeypatch.setattr(cpu_choice, "_READ_BYTES_PER_CORE", 1e7)
+        monkeypatch.setattr(cpu_choice, "_FLOPS_PER_CORE", 1e7)
+        monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.7e-3)
+        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 1.1e-3)
+        small = SITE._replace(tokens=1, hidden=20, neurons=50, dtype=torch.float32, gated=False)
+        assert cpu_choice.sparse_can_pay(small._replace(**changes)) == pays
+
     def test_tuning_measures_again_and_keeps(self, monkeypatch):
         monkeypatch.setattr(cpu_choice, "_measure_row_limit", lambda site: 0.2)
         monkeypatch.setattr(cpu_choice, "_measure_block_gain", lambda site: 3.0)
@@ -378,6 +415,22 @@ class TestForms:
             weight = weight.repeat(1, 2)[:, ::2]
         product = cpu_multiply.multiply(x, weight, tuned=reason != "named")
         assert torch.equal(product, torch.nn.functional.linear(x, weight))
+
+    @pytest.mark.parametrize("tokens", [0, 1, 2, 63, 64, 65])
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_few_tokens_take_the_faster_form(self, tokens, transposed, monkeypatch):
+        monkeypatch.setattr(cpu_multiply, "_ONEDNN_LINEAR", object())
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+        monkeypatch.setattr(cpu_probe, "measured", lambda name, measure, otherwise: 2.0)
+        weight = torch.empty(512, 768).mT if transposed else torch.empty(768, 512)
+        cpu_multiply._trial.cache_clear()
+        form = cpu_multiply.form_for(tokens, weight)
+        cpu_multiply._trial.cache_clear()
+        if 0 < tokens <= 64:
+            one = tokens == 1 or transposed
+            assert form is (cpu_multiply._onednn if one else cpu_multiply._weight_first)
+        else:
+            assert form is None
 
     def test_a_real_trial(self):
         form = cpu_multiply.best_form(4, 512, 512, 1)

@@ -161,6 +161,12 @@ class TestTransforms:
         torch.testing.assert_close(ours, stock)
         assert ours[1].abs().max() > 0
 
+    def test_running_dense_is_said(self, caplog, monkeypatch):
+        monkeypatch.setattr("twell._log._logged", set())
+        x, *weights = operands()
+        torch.func.jvp(lambda t: ffn(t, *weights), (x,), (x,))
+        assert "inside a torch.func transform" in caplog.text
+
     @pytest.mark.parametrize("plan", PLANS, **plan_ids)
     def test_compiled_jvp(self, plan):
         x, up, down, gate = operands()

@@ -100,6 +100,27 @@ def test_auto_leaves_small_work_dense_and_a_named_backend_does_not(tokens, monke
     assert resolve(Plan(backend="cpu"), tiny) == Plan(path="auto", backend="cpu")
 
 
+@pytest.mark.parametrize(
+    ("shape", "tokens"), [((), 1), ((0,), 1), ((1,), 1), ((3,), 4), ((4,), 4), ((2, 3), 8), ((3, 1, 3), 16)]
+)
+def test_a_backend_is_asked_about_the_call(shape, tokens, register):
+    asked: list[Site] = []
+    register("asked", refusal=lambda site: asked.append(site))
+    _, up, down, gate = make_ffn(1, 16, 32, 4).operands()
+    ffn(torch.randn(*shape, 16), up, down, gate, plan=Plan(path="row", backend="asked"))
+    assert asked == [
+        Site(
+            device_type="cpu",
+            dtype=torch.float32,
+            tokens=tokens,
+            hidden=16,
+            neurons=32,
+            gated=True,
+            training=False,
+        )
+    ]
+
+
 def test_environment_overrides_the_plan(monkeypatch):
     monkeypatch.setenv("TWELL_PLAN", "block,rows=32")
     assert resolve(Plan(path="row"), site()) == Plan(path="block", block_rows=32, backend="cpu")

@@ -30,6 +30,13 @@ def test_automatic_plans_tell_what_they_chose():
     assert ran == [Ran("dense", "cpu", 6, 16, 32)]
 
 
+def test_backwards_of_our_own_are_told():
+    x, *weights = make_ffn(6, 16, 32, 4).operands()
+    with recorded_paths() as ran:
+        ffn(x.requires_grad_(), *weights, plan=Plan(path="row")).sum().backward()
+    assert ran == [Ran("row", "cpu", 6, 16, 32), Ran("dense", "cpu", 6, 16, 32, "backward")]
+
+
 def test_listeners_are_independent_and_leave():
     operands = make_ffn(2, 16, 32, 4).operands()
     with recorded_paths() as outer:

@@ -192,10 +192,14 @@ def test_opcheck(plan, record):
     torch.library.opcheck(torch.ops.twell.ffn_train, arguments)
 
 
-def test_opcheck_of_the_backward():
+@pytest.mark.parametrize("needed", [[True] * 7, [False] * 7, [True, False] * 3 + [True]], ids=str)
+@pytest.mark.parametrize("neuron_major", [True, False])
+def test_opcheck_of_the_backward(needed, neuron_major):
     operands = [None if t is None else t for t in large_block(bias=True).values()]
+    if neuron_major:
+        operands[2] = operands[2].mT.contiguous().mT
     grad_y, empty = torch.randn(TOKENS, HIDDEN), torch.empty(0, dtype=torch.int32)
-    arguments = (grad_y, torch.tensor(0.5), *operands, empty, empty.clone(), "relu", 0, "cpu", [True] * 7)
+    arguments = (grad_y, torch.tensor(0.5), *operands, empty, empty.clone(), "relu", 0, "cpu", needed)
     torch.library.opcheck(torch.ops.twell.ffn_backward, arguments)
 
 
@@ -213,6 +217,15 @@ def test_the_gradient_of_down_has_the_strides_of_down():
         mlp = module(ROW, neuron_major=neuron_major)
         module_grads(mlp, inputs())
         assert mlp.down_proj.weight.grad.stride() == mlp.down_proj.weight.stride()
+
+
+@pytest.mark.parametrize("neuron_major", [True, False])
+def test_the_gradient_of_down_comes_with_the_strides_of_down(neuron_major):
+    """From the op itself: what accumulates gradients would lay out any of them like the parameter."""
+    mlp = module(ROW, neuron_major=neuron_major)
+    weight = mlp.down_proj.weight
+    (grad,) = torch.autograd.grad(mlp(inputs()).sum(), weight)
+    assert grad.stride() == weight.stride()
 
 
 def test_automatic_plans_take_the_active_set_where_it_pays_and_dense_where_not():
