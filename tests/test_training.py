@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, recorded_paths
 from twell.kernels import cpu_backward
 
-from .accuracy import stock_dense
+from .accuracy import assert_accurate, stock_dense
 from .training import NAMES, assert_gradients_accurate, assert_l1_alone, block, gradients
 
 ROW = Plan(path="row")
@@ -395,18 +395,27 @@ def test_offloaded_tensors():
     assert_same(module_grads(mlp, x, run), wanted)
 
 
-def test_autocast_with_float32_weights():
-    mlp, x = module(ROW), inputs()
-    wanted = module_grads(mlp, x)
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_autocast_with_float32_weights(native, seed, cpu_choices):
+    """Gradients as far from float64's as stock autocast's are."""
+    cpu_choices.native = native
+    mlp, x = module(ROW, seed), inputs(seed)
 
-    def run(x):
-        with torch.autocast("cpu", torch.bfloat16):
-            return mlp(x).float()
+    def stock(x):
+        return stock_dense(x, mlp.up_proj.weight, mlp.down_proj.weight, mlp.gate_proj.weight)
 
-    found = module_grads(mlp, x, run)
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == torch.float32
-        assert (a - b).norm() <= 0.02 * b.norm()
+    def cast(run):
+        def inside(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return run(x).float()
+
+        return inside
+
+    found, theirs = (module_grads(mlp, x, cast(run)) for run in (mlp, stock))
+    exact = module_grads(copy.deepcopy(mlp).double(), x.double())
+    for ours, dense, true in zip(found, theirs, exact, strict=True):
+        assert_accurate(ours, true, dense, "gradient")
 
 
 def test_gradient_accumulation():
