@@ -33,7 +33,7 @@ fuzz: $(READY)  ## run the property tests with 2,000 examples each and 10,000 ra
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --device cpu --cases 10000 --workers 2 --seed $(SEED) --record fuzz.json
 
 fuzz-gpu:  ## run 20,000 random calls on a GPU with the interpreter that has CUDA torch (PYTHON=..., 8 minutes)
-	PYTHONPATH=src $(PYTHON) -m tests.fuzz --device cuda --cases 20000 --seconds 480 --workers 4 --seed $(SEED) --record fuzz_gpu.json
+	PYTHONPATH=src $(PYTHON) -m tests.fuzz --device cuda --cases 20000 --seconds 480 --workers 9 --seed $(SEED) --record fuzz_gpu.json
 
 test-gpu:  ## run the GPU tests with the interpreter that has CUDA torch (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) -m pytest -q -m gpu
