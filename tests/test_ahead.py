@@ -169,6 +169,16 @@ def test_a_layer_elsewhere_in_memory_is_asked_about(asked):
     assert asked.calls == 2
 
 
+def test_a_layer_with_the_identity_of_one_that_is_gone_is_asked_about(asked):
+    x, up, down, gate = block()
+    ffn(x, up, down, gate)
+    (granted,) = _ahead._grants.values()
+    other = up.detach()  # at the same address
+    _ahead._grants[id(other), x.shape] = granted
+    ffn(x, other, down, gate)
+    assert asked.calls == 2
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_and_checkpoints_after_granted_calls(asked, reentrant):
     """Square, so that operands in another order would not be noticed by their shapes."""

@@ -7,6 +7,7 @@ call that was asked about computed, with the same operations on operands of the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class _Grant:
         "state",
         "training",
         "tuned",
+        "up",
     )
 
     def __init__(
@@ -47,7 +49,8 @@ class _Grant:
         calls: int,
         settle: Callable[[int], None],
     ) -> None:
-        self.kind, self.place = _kind(tensors), tensors[1].data_ptr()
+        # Another tensor may get the identity of one that is gone, and its address.
+        self.kind, self.up, self.place = _kind(tensors), ref(tensors[1]), tensors[1].data_ptr()
         self.activation, self.spec, self.plan = activation, activation.spec, plan
         self.calls = self.left = calls
         self.settle = settle
@@ -61,6 +64,7 @@ class _Grant:
             and not torch._C._are_functorch_transforms_active()  # wrapped tensors have no address
             and plan is self.plan
             and (activation is self.activation or activation == self.spec or activation == self.activation)
+            and tensors[1] is self.up()
             and _kind(tensors) == self.kind
             and tensors[1].data_ptr() == self.place
             and resolution_state() == self.state
