@@ -82,10 +82,10 @@ class CpuChoices:
 @pytest.fixture(autouse=True)
 def cpu_choices(monkeypatch, request):
     """No test depends on what the machine at hand measures or has, but those marked `real_cpu`."""
-    from twell import functional
+    from twell import policy
     from twell.kernels import cpu_multiply, cpu_probe
 
-    functional._resolve_cached.cache_clear()  # what thresholds of another test have decided
+    policy.resolve_cached.cache_clear()  # what thresholds of another test have decided
     if request.node.get_closest_marker("real_cpu"):
         return None
     choices = CpuChoices()

@@ -48,6 +48,15 @@ def test_doctor_names_versions_and_backends():
     for name in twell.backend_names():
         assert name in output
     assert "can run" in output
+    assert "Automatic plans on cpu" in output
+    assert "by its activations" in output
+
+
+def test_doctor_under_an_override(monkeypatch):
+    monkeypatch.setenv("TWELL_PLAN", "row")
+    assert "TWELL_PLAN names it" in run("doctor").output
+    monkeypatch.setenv("TWELL_PLAN", "nonsense")
+    assert "environment variable TWELL_PLAN='nonsense'" in run("doctor").output
 
 
 def test_version():

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from twell import Plan, ffn, ffn_with_stats, recorded_paths, reference
+from twell import Plan, ffn, ffn_with_stats, policy, recorded_paths, reference
 from twell.activations import Activation
-from twell.kernels import cpu, cpu_choice, cpu_multiply, dense
+from twell.kernels import cpu, cpu_multiply, dense
 from twell.kernels.args import FfnArgs
 from twell.kernels.cpu_down import reads_badly
 from twell.kernels.cpu_weights import WeightViews, site_of
@@ -170,8 +170,8 @@ def test_many_active_neurons_round_as_stock(path, tokens, cpu_choices):
 def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
     """The form that the CPU at hand may not like is right, too."""
     monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
-    monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
-    monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     cpu_choices.form_gain, cpu_choices.row_limit, cpu_choices.block_gain = 2.0, 0.0, 0.0
     operands = make_ffn(tokens, 48, 160, 80, seed=12).operands()
     biases = {"up_bias": torch.randn(160), "gate_bias": torch.randn(160) / 4} if bias else {}
@@ -319,8 +319,8 @@ class TestAutoChoosesByDensity:
     @pytest.fixture(autouse=True)
     def small_blocks_count(self, monkeypatch):
         # These blocks are far too small to pay; the choice by density is what is looked at.
-        monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
-        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
+        monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+        monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
 
     @staticmethod
     def paths_of(operands) -> list[str]:
@@ -352,8 +352,8 @@ class TestAutoChoosesByDensity:
 
     @pytest.mark.parametrize("tokens", [1, 128])
     def test_work_too_small_to_pay(self, tokens, monkeypatch):
-        monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 1.0)
-        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 1.0)
+        monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 1.0)
+        monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 1.0)
         assert self.paths_of(make_ffn(tokens, 32, 400, 4).operands()) == ["dense"]
 
     def test_once_dense_the_rest_is_not_looked_at(self, monkeypatch):
@@ -369,7 +369,7 @@ class TestAutoChoosesByDensity:
         site = site_of(FfnArgs(x, up, down, gate, None, None, None, Activation()))
 
         def pays(block_rows):
-            return cpu_choice.still_pays("block", active, int(active.sum()), block_rows, site)
+            return policy.cpu.MeasuredChunks(site).still_pays("block", active, int(active.sum()), block_rows)
 
         assert pays(64)
         assert not pays(128)

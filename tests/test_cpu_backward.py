@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell import reference
+from twell import policy, reference
 from twell.activations import Activation
 from twell.kernels import cpu_backward as module
-from twell.kernels import cpu_choice, csr
-from twell.kernels.args import FfnArgs
-from twell.kernels.cpu_backward import can_pay, cpu_backward
-from twell.kernels.cpu_training import skips_step
+from twell.kernels import csr
+from twell.kernels.args import Decision, FfnArgs
+from twell.kernels.cpu_backward import cpu_backward
 from twell.kernels.cpu_weights import site_of
 from twell.kernels.dense import dense_backward
+from twell.layer_state import LayerState
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -43,11 +43,12 @@ def taken(monkeypatch):
         return run(args, *rest)
 
     monkeypatch.setattr(module, "_sparse_backward", recording)
-    for name in ("MIN_TOKENS", "MIN_TOKENS_COPYING", "MIN_HIDDEN", "FEW_TOKENS"):
-        monkeypatch.setattr(module, name, 1)
-    monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
-    monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
-    monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(module, "FEW_TOKENS", 1)
+    for name in ("_MIN_TOKENS", "_MIN_TOKENS_COPYING", "_MIN_HIDDEN"):
+        monkeypatch.setattr(policy.cpu, name, 1)
+    monkeypatch.setattr(policy.cpu, "_MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
+    monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     return taken
 
 
@@ -85,7 +86,12 @@ def everything(args: FfnArgs) -> FfnArgs:
     return FfnArgs(*(tensor is not None for tensor in args[:-1]), args.activation)
 
 
-def run(args: FfnArgs, backward=cpu_backward, grad_y=None) -> tuple:
+def decided(args: FfnArgs, grad_y, grad_l1, needed) -> tuple:
+    """The CPU's backward, sparse or dense as an automatic plan decides."""
+    return cpu_backward(args, policy.cpu.decide_backward(args, None), grad_y, grad_l1, needed)
+
+
+def run(args: FfnArgs, backward=decided, grad_y=None) -> tuple:
     grad_y = seed_of(args) if grad_y is None else grad_y
     return backward(args, grad_y, l1_of(args), everything(args))
 
@@ -194,7 +200,7 @@ def test_only_what_is_needed(taken, gated, wanted):
     names = {"all but x": NAMES[1:], "none": ()}.get(wanted, (wanted,))
     needed = FfnArgs(*(name in names for name in NAMES), args.activation)
     whole = run(args)
-    some = cpu_backward(args, seed_of(args), l1_of(args), needed)
+    some = decided(args, seed_of(args), l1_of(args), needed)
     for name, mine, every in zip(NAMES, some, whole, strict=True):
         assert (mine is None) == (name not in names or every is None), name
         if mine is not None:
@@ -217,7 +223,7 @@ def test_dense_gradients_only_of_what_is_needed(gated, wanted):
 
 def test_without_l1(taken):
     args = block(dtype=torch.float64, biases=True)
-    ours = cpu_backward(args, seed_of(args), None, everything(args))
+    ours = decided(args, seed_of(args), None, everything(args))
     dense = dense_backward(args, seed_of(args), None, everything(args))
     for mine, theirs in zip(ours, dense, strict=True):
         torch.testing.assert_close(mine, theirs)
@@ -292,15 +298,15 @@ class TestWhenItIsTaken:
     """By size and density; never where something has to see through the operations."""
 
     def test_density(self, taken, monkeypatch):
-        monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 0.1})
+        monkeypatch.setattr(policy.cpu, "_MAX_DENSITY", {torch.float32: 0.1})
         for nnz in (4, 16, 40, 136):
             run(block(300, nnz=nnz, sigma=1.0))
         assert len(taken) == 1
 
     @pytest.mark.parametrize("tokens", [1, 40, 300])
     def test_neuron_major_weights_pay_for_fewer_tokens(self, taken, monkeypatch, tokens):
-        monkeypatch.setattr(module, "MIN_TOKENS", 16)
-        monkeypatch.setattr(module, "MIN_TOKENS_COPYING", 256)
+        monkeypatch.setattr(policy.cpu, "_MIN_TOKENS", 16)
+        monkeypatch.setattr(policy.cpu, "_MIN_TOKENS_COPYING", 256)
         args = block(tokens, nnz=2)
         run(args)
         run(args._replace(down=args.down.mT.contiguous().mT))
@@ -309,11 +315,11 @@ class TestWhenItIsTaken:
     @pytest.mark.parametrize("threads", [1, 2])
     def test_blocks_as_they_come(self, threads, monkeypatch):
         torch.set_num_threads(threads)
-        monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)  # many cores may need larger blocks
-        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
+        monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)  # many cores may need larger blocks
+        monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
         sparse: list[bool] = []
-        look = module.is_sparse
-        monkeypatch.setattr(module, "is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])
+        look = policy.cpu._is_sparse
+        monkeypatch.setattr(policy.cpu, "_is_sparse", lambda args: sparse.append(look(args)) or sparse[-1])
         for nnz in (4, 400):
             check(block(256, 128, 1024, nnz, seed=8))
         run(block(256, 64, 256, 2))
@@ -332,21 +338,23 @@ class TestWhenItIsTaken:
         ids=str,
     )
     def test_steps_that_are_left_to_dense(self, taken, monkeypatch, cpu_choices, dtype, native, nnz, dense):
-        monkeypatch.setattr(module, "MAX_DENSITY", {torch.float32: 0.1})
+        monkeypatch.setattr(policy.cpu, "_MAX_DENSITY", {torch.float32: 0.1})
         cpu_choices.native = native
-        assert skips_step(block(300, nnz=nnz, sigma=1.0, dtype=dtype)).dense == dense
+        args = block(300, nnz=nnz, sigma=1.0, dtype=dtype)
+        decision = policy.cpu.decide_training(args, 0, LayerState(), hooked=False)
+        assert (decision.backend == "dense") == dense
 
     @pytest.mark.parametrize("gated", [True, False])
     @pytest.mark.parametrize("apart", [None, "up", "down", "gate"])
     def test_weights_that_must_be_copied_need_more_tokens(self, taken, monkeypatch, gated, apart):
-        monkeypatch.setattr(module, "MIN_TOKENS_COPYING", 256)
+        monkeypatch.setattr(policy.cpu, "_MIN_TOKENS_COPYING", 256)
         args = block(40, gated=gated)
         args = args._replace(down=args.down.mT.contiguous().mT)
         if apart is not None and getattr(args, apart) is not None:
             weight = getattr(args, apart)
             args = args._replace(**{apart: weight.repeat(2, 2)[::2, ::2]})
         copied = apart in ("up", "down") or (gated and apart == "gate")
-        assert can_pay(args, site_of(args)) == (not copied)
+        assert policy.cpu._backward_can_pay(args, site_of(args)) == (not copied)
 
     def test_matrix_units_for_16_bits(self, taken, cpu_choices):
         cpu_choices.native = True
@@ -370,7 +378,7 @@ class TestWhenItIsTaken:
         args, needed = block(), everything(block())
 
         def up_of(x, grad_y):
-            return cpu_backward(args._replace(x=x), grad_y, None, needed)[1]
+            return cpu_backward(args._replace(x=x), Decision("row", 0, "cpu", ""), grad_y, None, needed)[1]
 
         whole = dense_backward(args, seed_of(args), None, needed)[1]
         each = torch.func.vmap(up_of)(args.x.unsqueeze(1), seed_of(args).unsqueeze(1))

@@ -12,8 +12,9 @@ import sys
 import pytest
 import torch
 
-from twell import _log
-from twell.kernels import cpu_choice, cpu_multiply, cpu_probe
+from twell import _log, policy
+from twell.crossover import cpu as crossover
+from twell.kernels import cpu_multiply, cpu_probe
 from twell.kernels.cpu_weights import CpuSite, WeightViews
 
 pytestmark = pytest.mark.real_cpu
@@ -250,10 +251,10 @@ class TestLimits:
     @pytest.mark.parametrize("neuron_major", [True, False])
     def test_real_limits(self, tokens, dtype, neuron_major):
         site = SITE._replace(tokens=tokens, dtype=dtype, neuron_major_down=neuron_major)
-        limit = cpu_choice.row_limit(site)
+        limit = crossover.row_limit(site)
         assert 0 <= limit <= 0.25
-        assert cpu_choice.row_limit(site) == limit
-        assert isinstance(cpu_choice.block_pays(site), bool)
+        assert crossover.row_limit(site) == limit
+        assert isinstance(crossover.block_pays(site), bool)
         assert all(value >= 0 for value in cpu_probe.kept_measurements().values())
 
     @pytest.mark.parametrize(
@@ -266,23 +267,23 @@ class TestLimits:
         ],
     )
     def test_the_limit_lies_where_row_and_dense_meet(self, dense, at_low, at_high, limit):
-        assert cpu_choice.row_and_dense_meet(dense, at_low, at_high) == pytest.approx(limit)
+        assert crossover.row_and_dense_meet(dense, at_low, at_high) == pytest.approx(limit)
 
     @pytest.mark.parametrize("tokens", [1, 64])
     @pytest.mark.parametrize("neuron_major", [True, False])
     def test_what_is_timed_computes_the_block(self, tokens, neuron_major):
         site = SITE._replace(tokens=tokens, neuron_major_down=neuron_major)
-        args, *_ = cpu_choice._probe_layers(site)
-        activated = cpu_choice._activations(site, 0.1)
+        args, *_ = crossover._probe_layers(site)
+        activated = crossover._activations(site, 0.1)
         assert activated.bool().float().mean().item() == pytest.approx(0.1, abs=0.05)
         exact = (activated * (args.x @ args.up.mT)) @ args.down.mT
-        for finish in (cpu_choice._row_finish, cpu_choice._block_finish, cpu_choice._dense_finish):
+        for finish in (crossover._row_finish, crossover._block_finish, crossover._dense_finish):
             y = finish(WeightViews(args, tuned=False), activated.clone())
             torch.testing.assert_close(y, exact)
 
     def test_gains_are_dense_time_over_the_other_path(self, monkeypatch):
-        monkeypatch.setattr(cpu_choice, "_seconds", lambda layers, *finishes: [3.0, 1.5])
-        assert cpu_choice._measure_block_gain(SITE) == 2.0
+        monkeypatch.setattr(crossover, "_seconds", lambda layers, *finishes: [3.0, 1.5])
+        assert crossover._measure_block_gain(SITE) == 2.0
 
     @pytest.mark.parametrize(
         ("changes", "pays"),
@@ -298,23 +299,23 @@ class TestLimits:
     )
     def test_there_must_be_enough_to_save(self, changes, pays, monkeypatch):
         """One token reads 4,000 bytes in 0.4 ms and multiplies in 0.2 ms."""
-        monkeypatch.setattr(cpu_choice, "_READ_BYTES_PER_CORE", 1e7)
-        monkeypatch.setattr(cpu_choice, "_FLOPS_PER_CORE", 1e7)
-        monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.7e-3)
-        monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 1.1e-3)
+        monkeypatch.setattr(policy.cpu, "_READ_BYTES_PER_CORE", 1e7)
+        monkeypatch.setattr(policy.cpu, "_FLOPS_PER_CORE", 1e7)
+        monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.7e-3)
+        monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 1.1e-3)
         small = SITE._replace(tokens=1, hidden=20, neurons=50, dtype=torch.float32, gated=False)
-        assert cpu_choice.sparse_can_pay(small._replace(**changes)) == pays
+        assert policy.cpu.sparse_can_pay(small._replace(**changes)) == pays
 
     def test_tuning_measures_again_and_keeps(self, monkeypatch):
-        monkeypatch.setattr(cpu_choice, "_measure_row_limit", lambda site: 0.2)
-        monkeypatch.setattr(cpu_choice, "_measure_block_gain", lambda site: 3.0)
-        assert cpu_choice.remeasure(SITE) == (0.2, True)
-        monkeypatch.setattr(cpu_choice, "_measure_row_limit", lambda site: 0.1)
-        monkeypatch.setattr(cpu_choice, "_measure_block_gain", lambda site: 1.0)
-        assert cpu_choice.row_limit(SITE) == 0.2
-        assert cpu_choice.remeasure(SITE) == (0.1, False)
-        assert cpu_choice.row_limit(SITE) == 0.1
-        assert not cpu_choice.block_pays(SITE)
+        monkeypatch.setattr(crossover, "_measure_row_limit", lambda site: 0.2)
+        monkeypatch.setattr(crossover, "_measure_block_gain", lambda site: 3.0)
+        assert crossover.remeasure(SITE) == (0.2, True)
+        monkeypatch.setattr(crossover, "_measure_row_limit", lambda site: 0.1)
+        monkeypatch.setattr(crossover, "_measure_block_gain", lambda site: 1.0)
+        assert crossover.row_limit(SITE) == 0.2
+        assert crossover.remeasure(SITE) == (0.1, False)
+        assert crossover.row_limit(SITE) == 0.1
+        assert not crossover.block_pays(SITE)
 
     @pytest.mark.parametrize(
         ("sizes", "probed"),
@@ -326,7 +327,7 @@ class TestLimits:
     )
     def test_a_size_near_the_block_is_probed(self, sizes, probed):
         tokens, hidden, neurons = sizes
-        site = cpu_choice._probe_site(SITE._replace(tokens=tokens, hidden=hidden, neurons=neurons))
+        site = crossover._probe_site(SITE._replace(tokens=tokens, hidden=hidden, neurons=neurons))
         assert (site.tokens, site.hidden, site.neurons) == probed
         assert site._replace(tokens=tokens, hidden=hidden, neurons=neurons) == SITE._replace(
             tokens=tokens, hidden=hidden, neurons=neurons
@@ -343,7 +344,7 @@ class TestLimits:
             SITE._replace(hidden=256),
             SITE._replace(neurons=1024),
         ]
-        names = {cpu_choice._name("row limit", cpu_choice._probe_site(kind)) for kind in kinds}
+        names = {crossover._name("row limit", crossover._probe_site(kind)) for kind in kinds}
         assert len(names) == len(kinds)
 
     def test_measuring_leaves_the_random_state_and_the_defaults_alone(self):
@@ -351,7 +352,7 @@ class TestLimits:
         torch.set_default_dtype(torch.float64)
         try:
             with torch.device("meta"):
-                assert 0 <= cpu_choice.row_limit(SITE._replace(dtype=torch.float32)) <= 0.25
+                assert 0 <= crossover.row_limit(SITE._replace(dtype=torch.float32)) <= 0.25
                 cpu_multiply.best_form(1, 512, 256, 1)
                 cpu_multiply.best_form(5, 512, 256, 1)
         finally:

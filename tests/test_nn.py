@@ -263,3 +263,14 @@ def test_projections_whose_parameters_became_plain_tensors():
 def test_x_of_another_width_is_named():
     with pytest.raises(ValueError, match=r"x: got shape \(3, 17\)"):
         SparseMLP(16, 32)(torch.randn(3, 17))
+
+
+@pytest.mark.parametrize("plan", [None, Plan(path="row")], ids=["auto", "row"])
+def test_an_eager_call_does_not_make_compiled_code_compile_again(fresh_compiler, plan):
+    torch._dynamo.utils.counters.clear()
+    mlp, x = SparseMLP(16, 32, plan=plan).requires_grad_(False), torch.randn(3, 16)
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(x)
+        mlp(x)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -9,7 +9,7 @@ import twell
 from twell import Backend, Plan, Site, ffn
 from twell.backends import get_backend
 from twell.kernels.dense import dense_backward, dense_forward
-from twell.plan import resolve
+from twell.policy import Resolution, resolve
 from twell.synthetic import make_ffn
 
 from .accuracy import stock_dense
@@ -21,6 +21,11 @@ def site(device_type="cpu", training=False, **changes) -> Site:
     return Site(device_type=device_type, training=training, **{**BIG, **changes})
 
 
+def resolved(plan, site) -> tuple[str, int, str]:
+    """Path, rows and backend, without the reason."""
+    return resolve(plan, site)[:3]
+
+
 @pytest.fixture
 def register():
     """Register backends for one test."""
@@ -30,7 +35,7 @@ def register():
         defaults = {
             "paths": frozenset({"auto", "row", "block"}),
             "refusal": lambda site: None,
-            "forward": lambda args, path, rows, record: dense_forward(args, record),
+            "forward": lambda args, decision, record: dense_forward(args, record),
         }
         twell.register_backend(Backend(name=name, **{**defaults, **options}))
         names.append(name)
@@ -80,15 +85,15 @@ def test_dense_because_of_gradients_is_said_once(caplog, monkeypatch, register):
     """Of a backend that has no backward, where no other would run."""
     monkeypatch.setattr("twell._log._logged", set())
     register("forward only")
-    monkeypatch.setattr("twell.plan.candidates", lambda: (get_backend("forward only"),))
+    monkeypatch.setattr("twell.policy.resolution.candidates", lambda: (get_backend("forward only"),))
     for _ in range(2):
         assert resolve(None, site(training=True)).path == "dense"
     assert ["gradients are wanted" in record.message for record in caplog.records] == [True]
 
 
 def test_auto_takes_the_cpu_backend_for_inference_and_training():
-    assert resolve(None, site()) == Plan(path="auto", backend="cpu")
-    assert resolve(None, site(training=True)) == Plan(path="auto", backend="cpu")
+    assert resolved(None, site()) == ("auto", 0, "cpu")
+    assert resolved(None, site(training=True)) == ("auto", 0, "cpu")
 
 
 @pytest.mark.parametrize("tokens", [1, 2048])
@@ -97,7 +102,7 @@ def test_auto_leaves_small_work_dense_and_a_named_backend_does_not(tokens, monke
     tiny = site(hidden=64, neurons=256, tokens=tokens)
     assert resolve(None, tiny).path == "dense"
     assert resolve(None, site(tokens=None)).path == "auto"  # traced: the op decides as it runs
-    assert resolve(Plan(backend="cpu"), tiny) == Plan(path="auto", backend="cpu")
+    assert resolved(Plan(backend="cpu"), tiny) == ("auto", 0, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +128,8 @@ def test_a_backend_is_asked_about_the_call(shape, tokens, register):
 
 def test_environment_overrides_the_plan(monkeypatch):
     monkeypatch.setenv("TWELL_PLAN", "block,rows=32")
-    assert resolve(Plan(path="row"), site()) == Plan(path="block", block_rows=32, backend="cpu")
+    assert resolved(Plan(path="row"), site()) == ("block", 32, "cpu")
+    assert "TWELL_PLAN" in resolve(None, site()).reason
     monkeypatch.setenv("TWELL_PLAN", "nonsense")
     with pytest.raises(ValueError, match="environment variable TWELL_PLAN='nonsense': path: got 'nonsense'"):
         resolve(None, site())
@@ -133,7 +139,9 @@ def test_a_fallback_is_logged_once(caplog, register):
     register("picky", refusal=lambda site: "it is Tuesday")
     for hidden in (8, 16):
         wanted = Plan(path="row", backend="picky")
-        assert resolve(wanted, site(hidden=hidden)) == Plan(path="dense", backend="dense")
+        assert resolve(wanted, site(hidden=hidden)) == Resolution(
+            "dense", 0, "dense", "backend 'picky': it is Tuesday"
+        )
     lines = [record.message for record in caplog.records if "picky" in record.message]
     assert lines == ["twell: running dense instead of 'row': backend 'picky': it is Tuesday"]
 
@@ -152,8 +160,8 @@ def test_a_path_that_the_backend_lacks_falls_back(caplog, register):
 def test_later_backends_win_and_their_forward_and_backward_run(register):
     calls: list[str] = []
 
-    def forward(args, path, rows, record):
-        calls.append(f"forward {path} {rows}")
+    def forward(args, decision, record):
+        calls.append(f"forward {decision.path} {decision.block_rows}")
         return dense_forward(args, record)
 
     def backward(args, grad_y, grad_l1, needed):
@@ -168,9 +176,9 @@ def test_later_backends_win_and_their_forward_and_backward_run(register):
     assert calls == ["forward auto 0", "backward"]
 
 
-def test_a_backend_that_does_not_want_to_leaves_room_for_others(register):
-    register("unwilling", worthwhile=lambda site: False)
-    assert resolve(None, site()) == Plan(path="auto", backend="cpu")
+def test_a_backend_that_refuses_leaves_room_for_others(register):
+    register("unwilling", refusal=lambda site: "it is Tuesday")
+    assert resolved(None, site()) == ("auto", 0, "cpu")
 
 
 def test_registry_rejects_duplicates_and_unknown_paths(register):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 
-from twell import Plan, Ran, SparseMLP, _ran, ffn, recorded_paths
+from twell import Plan, Ran, SparseMLP, _ran, ffn, policy, recorded_paths
 from twell.synthetic import make_ffn
 
 
@@ -14,11 +17,12 @@ def test_every_path_is_told():
         for path in ("dense", "row", "block"):
             ffn(*operands, plan=Plan(path=path))
         ffn(operands[0][:1], *operands[1:], plan=Plan(path="row"))
+    named = "the plan names it"
     assert ran == [
-        Ran("dense", "cpu", 6, 16, 32),
-        Ran("row", "cpu", 6, 16, 32),
-        Ran("block", "cpu", 6, 16, 32),
-        Ran("row", "cpu", 1, 16, 32),
+        Ran("dense", "cpu", 6, 16, 32, reason=named),
+        Ran("row", "cpu", 6, 16, 32, reason=named),
+        Ran("block", "cpu", 6, 16, 32, reason=named),
+        Ran("row", "cpu", 1, 16, 32, reason=named),
     ]
 
 
@@ -27,14 +31,27 @@ def test_automatic_plans_tell_what_they_chose():
     x = torch.randn(2, 3, 16)
     with recorded_paths() as ran:
         mlp(x).sum().backward()  # gradients: dense
-    assert ran == [Ran("dense", "cpu", 6, 16, 32)]
+    (piece,) = ran
+    assert piece[:6] == ("dense", "cpu", 6, 16, 32, "forward")
+    assert "too little work" in piece.reason
+
+
+@pytest.mark.parametrize(("nnz", "path"), [(4, "row"), (300, "dense")])
+def test_chunks_tell_how_active_they_are(nnz, path, monkeypatch):
+    monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+    operands = make_ffn(20, 32, 400, nnz, sigma=0.0, dead=0.0).operands()
+    with recorded_paths() as ran:
+        ffn(*operands)
+    assert [piece.path for piece in ran] == [path]
+    assert re.fullmatch(r"[\d.]+% of the neurons active, rows pay up to 13.0%", ran[0].reason)
 
 
 def test_backwards_of_our_own_are_told():
     x, *weights = make_ffn(6, 16, 32, 4).operands()
     with recorded_paths() as ran:
         ffn(x.requires_grad_(), *weights, plan=Plan(path="row")).sum().backward()
-    assert ran == [Ran("row", "cpu", 6, 16, 32), Ran("dense", "cpu", 6, 16, 32, "backward")]
+    assert [(piece.path, piece.phase) for piece in ran] == [("row", "forward"), ("dense", "backward")]
+    assert all(piece.reason for piece in ran)
 
 
 def test_listeners_are_independent_and_leave():

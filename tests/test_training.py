@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, recorded_paths
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, policy, recorded_paths
 from twell.kernels import cpu_backward
 
 from .accuracy import assert_accurate, stock_dense
@@ -29,8 +29,8 @@ def plan(request):
 def always_sparse(monkeypatch):
     """Small blocks on the active set too, however active they are."""
     monkeypatch.setattr(cpu_backward, "FEW_TOKENS", 0)
-    monkeypatch.setattr(cpu_backward, "can_pay", lambda args, site: True)
-    monkeypatch.setattr(cpu_backward, "is_sparse", lambda args: True)
+    monkeypatch.setattr(policy.cpu, "_backward_can_pay", lambda args, site: True)
+    monkeypatch.setattr(policy.cpu, "_is_sparse", lambda args: True)
 
 
 def large_block(nnz=12, **options):
@@ -378,7 +378,7 @@ def test_a_penalty_without_gradient_is_said(caplog, monkeypatch):
 
 def test_dense_compiled_steps_are_said(caplog, monkeypatch, fresh_compiler):
     monkeypatch.setattr("twell._log._logged", set())
-    functional._resolve_cached.cache_clear()  # said when it was decided, which other tests may have done
+    policy.resolve_cached.cache_clear()  # said when it was decided, which other tests may have done
     torch.compile(module(), fullgraph=True, backend="aot_eager")(inputs())
     said = [record.message for record in caplog.records if record.name == "twell"]
     assert ["compiled training steps" in message for message in said] == [True]

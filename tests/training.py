@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from twell import reference
+from twell import ops, policy, reference
+from twell.layer_state import Reading
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
@@ -12,6 +13,15 @@ from .accuracy import assert_accurate, stock_dense
 HIDDEN, NEURONS = 40, 104  # neither is a multiple of a tile
 L1_WEIGHT = 0.5
 NAMES = ("x", "up", "down", "gate", "up_bias", "down_bias", "gate_bias")
+
+
+def expect_a_crowd(monkeypatch):
+    """Backwards on GPUs expect every neuron to be active, and so to take rounds."""
+    crowd = Reading()
+    crowd._share = 1.0
+    monkeypatch.setattr(
+        ops, "decide_backward", lambda *step: policy.decide_backward(*step)._replace(reading=crowd)
+    )
 
 
 def block(

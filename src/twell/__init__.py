@@ -16,9 +16,11 @@ from ._version import __version__
 from .accumulation import accumulate_in_place
 from .activations import Activation, fatrelu
 from .backends import Backend, Site, Training, backend_names, register_backend, unregister_backend
+from .explanation import ExplainedLayer, Explanation, explain
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
 from .functional import FfnStats, ffn, ffn_with_stats
-from .kernels.switch import TrainingState, crowded_steps, training_states
+from .kernels.gpu.backward.crowded import crowded_steps
+from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
 
@@ -28,6 +30,8 @@ __all__ = [
     "Activation",
     "Backend",
     "BlockTwELL",
+    "ExplainedLayer",
+    "Explanation",
     "FfnStats",
     "Hybrid",
     "HybridTransposed",
@@ -42,6 +46,7 @@ __all__ = [
     "accumulate_in_place",
     "backend_names",
     "crowded_steps",
+    "explain",
     "fatrelu",
     "ffn",
     "ffn_with_stats",

@@ -12,7 +12,8 @@ import torch
 class Ran(NamedTuple):
     """One piece of a call: its path ("dense", "row", "block", or "few", the block path's form for decode),
     where, and its size; phase: "forward", or "backward" where it is ours and not that of autograd. The CPU
-    backend decides anew for every few hundred tokens, and by itself in the backward ("row": active pairs)."""
+    backend decides anew for every few hundred tokens, and by itself in the backward ("row": active pairs).
+    reason: why, where an automatic plan chose."""
 
     path: str
     device: str
@@ -20,6 +21,7 @@ class Ran(NamedTuple):
     hidden: int
     neurons: int
     phase: str = "forward"
+    reason: str = ""
 
 
 _listeners: list[list[Ran]] = []
@@ -44,10 +46,10 @@ def recorded_paths() -> Iterator[list[Ran]]:
         _listeners[:] = [other for other in _listeners if other is not ran]
 
 
-def note_path(path: str, x: torch.Tensor, neurons: int, phase: str = "forward") -> None:
+def note_path(path: str, x: torch.Tensor, neurons: int, phase: str = "forward", reason: str = "") -> None:
     """x [..., D] takes `path` through a block of `neurons`."""
     if torch.compiler.is_compiling() or not _listeners:
         return
     hidden = x.shape[-1]
     for ran in _listeners:
-        ran.append(Ran(path, x.device.type, x.numel() // max(hidden, 1), hidden, neurons, phase))
+        ran.append(Ran(path, x.device.type, x.numel() // max(hidden, 1), hidden, neurons, phase, reason))

@@ -1,7 +1,7 @@
 """The registry of implementations that a plan can choose from.
 
-A backend says what it cannot run and why, computes the forward, and may bring a backward of its own.
-New kernels join with `register_backend`; nothing else in the library names them.
+A backend says what it cannot run and why, computes the forward, and may bring a backward of its own. Whether
+it is worth it is for `policy` to decide. New kernels join with `register_backend`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from ._checks import reject
 from .kernels import cpu_training
-from .kernels.args import RUN, FfnArgs, FfnOutput, Gradients, Saved, Skip
+from .kernels.args import Decision, FfnArgs, FfnOutput, Gradients, Saved
 from .kernels.cpu import cpu_forward
-from .kernels.cpu_choice import sparse_can_pay
-from .kernels.cpu_weights import CpuSite, site_of
 from .kernels.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.dense import dense_backward, dense_forward
 from .kernels.gpu.sizes import list_sizes
@@ -44,7 +42,7 @@ class Site:
     training: bool
 
 
-Forward = Callable[[FfnArgs, str, int, bool], FfnOutput]
+Forward = Callable[[FfnArgs, Decision, bool], FfnOutput]
 Backward = Callable[[FfnArgs, Tensor, Tensor | None, FfnArgs], Gradients]
 
 
@@ -52,21 +50,15 @@ Backward = Callable[[FfnArgs, Tensor, Tensor | None, FfnArgs], Gradients]
 class Training:
     """Training kernels whose backward takes over something from the forward.
 
-    forward:   (args, path, block_rows, record) -> FfnOutput and what the backward wants saved.
-    backward:  (args, saved, block_rows, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments.
+    forward:   (args, decision, record) -> FfnOutput and what the backward wants saved.
+    backward:  (args, saved, decision, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments.
     sizes:     (tokens, neurons, block_rows) -> sizes of the two saved tensors.
-    skip:      (args, hooked) -> whether an automatic plan should leave this step, and how many more of its
-               kind, to dense PyTorch and its autograd. hooked: whether hooks watch what is saved, as those of
-               a checkpoint do; the answer must then be the same when the step is computed again.
-    path:      what an automatic plan runs if not; with hooks, "auto".
     adds:      whether `backward` takes an `Existing` more, and gives None where it has added to that.
     """
 
-    forward: Callable[[FfnArgs, str, int, bool], tuple[FfnOutput, Saved]]
+    forward: Callable[[FfnArgs, Decision, bool], tuple[FfnOutput, Saved]]
     backward: Callable[..., Gradients]
     sizes: Callable[[int, int, int], tuple[int, int]]
-    skip: Callable[[FfnArgs, bool], Skip]
-    path: str = "auto"
     adds: bool = False
 
 
@@ -77,23 +69,20 @@ class Backend:
     name:        how plans and logs call it.
     paths:       the plan paths it implements, of "auto", "dense", "row", "block".
     refusal:     Site -> why it cannot run there, or None if it can.
-    worthwhile:  Site -> whether an automatic plan should try it (it may still finish densely).
-    forward:     (args, path, block_rows, record) -> FfnOutput; block_rows 0 means its default.
-    skip:        FfnArgs -> whether an automatic plan should leave this call, and how many more of its kind,
-                 to dense PyTorch. Asked before eager calls: what costs less than running the op to find out.
+    forward:     (args, decision, record) -> FfnOutput.
     backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments; None means the
                  dense backward.
     training:    kernels for training that do more than that; None if there are none.
+    rules:       "cpu" or "gpu": whose rules `policy` applies to its calls; None: it decides for itself.
     """
 
     name: str
     paths: frozenset[str]
     refusal: Callable[[Site], str | None]
     forward: Forward
-    worthwhile: Callable[[Site], bool] = lambda site: True
-    skip: Callable[[FfnArgs], Skip] | None = None
     backward: Backward | None = None
     training: Training | None = None
+    rules: str | None = None
 
     @property
     def trains(self) -> bool:
@@ -161,29 +150,6 @@ def _cpu_refusal(site: Site) -> str | None:
     return None
 
 
-def _cpu_worthwhile(site: Site) -> bool:
-    if site.tokens is None:
-        return True
-    return sparse_can_pay(
-        CpuSite(
-            tokens=site.tokens,
-            hidden=site.hidden,
-            neurons=site.neurons,
-            dtype=site.dtype,
-            gated=site.gated,
-            neuron_major_down=True,  # does not matter here
-            threads=torch.get_num_threads(),
-        )
-    )
-
-
-def _cpu_skip(args: FfnArgs) -> Skip:
-    """For the very number of tokens, of which `_cpu_worthwhile` knows the power of two above."""
-    if sparse_can_pay(site_of(args)):
-        return RUN
-    return Skip(True, 255, lambda calls: None)
-
-
 def _gpu_refusal(site: Site) -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -198,23 +164,17 @@ def _gpu_refusal(site: Site) -> str | None:
     return None
 
 
-def _gpu_skip(args: FfnArgs) -> Skip:
-    from .kernels.gpu.choice import skips_eager_calls
-
-    return skips_eager_calls(args)
-
-
-def _gpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:
+def _gpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     # Imported with the first call: Triton takes half a second, and may not be there.
     from .kernels.gpu.forward import gpu_forward
 
-    return gpu_forward(args, path, block_rows, record)
+    return gpu_forward(args, decision, record)
 
 
-def _gpu_train_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> tuple[FfnOutput, Saved]:
+def _gpu_train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
     from .kernels.gpu.training import train_forward
 
-    return train_forward(args, path, block_rows, record)
+    return train_forward(args, decision, record)
 
 
 def _gpu_train_backward(*arguments) -> Gradients:
@@ -223,52 +183,40 @@ def _gpu_train_backward(*arguments) -> Gradients:
     return train_backward(*arguments)
 
 
-def _gpu_train_skip(args: FfnArgs, hooked: bool) -> Skip:
-    from .kernels.gpu.training import skips_step
-
-    return skips_step(args, hooked)
-
-
 register_backend(
     Backend(
         name="dense",
         paths=frozenset({"dense"}),
         refusal=lambda site: None,
-        forward=lambda args, path, block_rows, record: dense_forward(args, record),
+        forward=lambda args, decision, record: dense_forward(args, record, reason=decision.reason),
         backward=dense_backward,
     )
 )
 register_backend(
     Backend(
         name="cpu",
+        rules="cpu",
         paths=frozenset(PATHS),
         refusal=_cpu_refusal,
-        worthwhile=_cpu_worthwhile,
         forward=cpu_forward,
-        skip=_cpu_skip,
         training=Training(
             forward=cpu_training.train_forward,
             backward=cpu_training.train_backward,
             sizes=cpu_training.sizes,
-            skip=cpu_training.skips_step,
         ),
     )
 )
 register_backend(
     Backend(
         name="gpu",
+        rules="gpu",
         paths=frozenset(PATHS),
         refusal=_gpu_refusal,
-        # float32 products run on tensor cores at reduced precision or not at all: dense is as good.
-        worthwhile=lambda site: site.device_type == "cuda" and site.dtype != torch.float32,
         forward=_gpu_forward,
-        skip=_gpu_skip,
         training=Training(
             forward=_gpu_train_forward,
             backward=_gpu_train_backward,
             sizes=list_sizes,
-            skip=_gpu_train_skip,
-            path="block",
             adds=True,
         ),
     )

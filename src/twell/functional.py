@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._ahead import grant_dense, granted_dense, saving_is_watched
 from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
-from .backends import Site, get_backend
-from .kernels.args import PLAIN, RUN, FfnArgs, FfnOutput, Skip, cast_of
+from .backends import get_backend
+from .kernels.args import PLAIN, FfnArgs, FfnOutput, cast_of
 from .kernels.dense import dense_forward
-from .ops import ffn_op, train_op
-from .plan import Plan, is_automatic, resolution_state, resolve
+from .layer_state import LayerState, layer_of
+from .ops import ffn_op, run_training_step, train_op
+from .plan import Plan, is_automatic, resolution_state
+from .policy import Resolution, decide, resolve_cached
+from .prepared import PreparedDense
+from .saving import wants_the_same_again
 
 
 class FfnStats(NamedTuple):
@@ -97,15 +100,20 @@ def run_ffn(
     plan: Plan | None,
     record: bool,
     compile_dense: bool = False,
+    layer: LayerState | None = None,
 ) -> FfnOutput:
     """`ffn` on (x, up, down, gate, up_bias, down_bias, gate_bias), with all that is known of the call.
 
     compile_dense: for a call from between compiled graphs: should it turn out dense, it is compiled as well.
+    layer: what is known of it; None: found by its weights.
     """
-    if not record and not torch.compiler.is_compiling() and not compile_dense:
-        y = granted_dense(tensors, activation, plan)
-        if y is not None:
-            return FfnOutput(y)
+    if not torch.compiler.is_compiling():
+        if layer is None:
+            layer = _layer_of(tensors)
+        if layer is not None and not record and not compile_dense:
+            y = _repeated(tensors, activation, plan, layer)
+            if y is not None:
+                return FfnOutput(y)
     act = Activation.parse(activation)
     if plan is not None and not isinstance(plan, Plan):
         reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
@@ -117,25 +125,50 @@ def run_ffn(
         dtype = torch.get_autocast_dtype(device_type)
         tensors = tuple(_autocast(tensor, dtype) for tensor in tensors)
         with torch.autocast(device_type, enabled=False):
-            return _dispatch(tensors, act, plan, record, lasting=False, compile_dense=compile_dense)
-    return _dispatch(tensors, act, plan, record, lasting=not compile_dense, compile_dense=compile_dense)
+            return _run(tensors, act, plan, record, compile_dense, layer, lasting=False)
+    return _run(tensors, act, plan, record, compile_dense, layer, lasting=not compile_dense)
 
 
-def _dispatch(
+def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
+    """That of a bare call; None where its weights are no plain tensors: `ffn` says what is wrong then."""
+    _x, up, _down, gate, *_ = tensors
+    selector = up if gate is None else gate
+    if type(selector) in PLAIN and not torch._C._are_functorch_transforms_active():
+        return layer_of(selector)
+    return None
+
+
+def _repeated(
+    tensors: tuple[Tensor | None, ...], activation: str | Activation, plan: Plan | None, layer: LayerState
+) -> Tensor | None:
+    """y if this call repeats one that was decided before, else None."""
+    try:
+        prepared = layer.prepared.get(tensors[0].shape)
+        return None if prepared is None else prepared.run(tensors, activation, plan, layer)
+    except AttributeError:  # something that is not a tensor: the checks say which
+        return None
+
+
+def _run(
     tensors: tuple[Tensor | None, ...],
     activation: Activation,
     plan: Plan | None,
     record: bool,
-    lasting: bool,
     compile_dense: bool,
+    layer: LayerState | None,
+    lasting: bool,
 ) -> FfnOutput:
-    """lasting: whether later calls may be granted dense by this one's weights, not copies made for it."""
+    """Check, decide, run. lasting: whether later calls may repeat this one: its operands are no casts."""
     x, up, down, gate, *_ = tensors
     _validate(*tensors)
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    args = FfnArgs(_flat(x), *tensors[1:], activation)
     if _transformed():
-        return _shaped(dense_forward(FfnArgs(_flat(x), *tensors[1:], activation), record), x, down)
-    path, block_rows, backend = _resolve_constant(
+        reason = "inside a torch.func transform or forward-mode differentiation"
+        if layer is not None:
+            layer.note("forward", "dense", reason)
+        return _shaped(dense_forward(args, record, reason=reason), x, down)
+    resolution = _resolve_constant(
         None if plan is None else plan.spec,
         x.device.type,
         x.dtype,
@@ -146,33 +179,42 @@ def _dispatch(
         gate is not None,
         training,
     )
-    args = FfnArgs(_flat(x), *tensors[1:], activation)
-    observed = _observed(tensors)
-    if not observed:
-        skip = _skip(path, backend, args, training)
-    else:
-        # Who looks sees a dense block whole (a compiler fuses it), and nothing has to be computed again for
-        # the backward: better than an op that may turn out dense inside.
-        trainable = training and get_backend(backend).training is not None
-        skip = _DENSE if trainable and path == "auto" else RUN
-    if skip.dense or (path == "dense" and backend == "dense"):
+    if _is_observed(tensors):
+        return _shaped(_run_observed(args, Resolution(*resolution), training, record), x, down)
+    layer = layer or LayerState()
+    decision = decide(
+        args,
+        Resolution(*resolution),
+        layer,
+        training=training,
+        record=record,
+        hooked=training and wants_the_same_again(),
+    )
+    if decision.backend == "dense":
         if compile_dense and x.is_cuda:
             output = _compiled_dense()(args, record)
         else:
-            output = dense_forward(args, record, tuned=is_automatic(plan))
-        if skip.ahead and lasting and not record:
-            grant_dense(tensors, activation, plan, skip.ahead, skip.settle)
+            output = dense_forward(args, record, is_automatic(plan), decision.reason)
+        if decision.ahead and lasting and not record and x.device.type != "meta":
+            layer.keep_prepared(x.shape, PreparedDense(tensors, activation, plan, decision))
     elif training:
-        if path == "auto" and not saving_is_watched() and get_backend(backend).training is not None:
-            path = get_backend(backend).training.path  # what `_skip` was asked about
-        y, l1, firing, _, _ = train_op(*args[:-1], activation.spec, path, block_rows, backend, record)
-        output = FfnOutput(y, l1, firing)
-    elif observed:
-        y, l1, firing = ffn_op(*args[:-1], activation.spec, path, block_rows, backend, record)
-        output = FfnOutput(y, l1, firing)
-    else:  # nobody looks: the dispatcher's 0.1 ms matter for few tokens
-        output = get_backend(backend).forward(args, path, block_rows, record)
+        output = run_training_step(args, decision, record)
+    else:
+        output = get_backend(decision.backend).forward(args, decision, record)
     return _shaped(output, x, down)
+
+
+def _run_observed(args: FfnArgs, resolution: Resolution, training: bool, record: bool) -> FfnOutput:
+    """Where something has to see the registered op: a compiler, a dispatch mode, a tensor subclass."""
+    path, block_rows, backend, reason = resolution
+    # Who looks sees a dense block whole (a compiler fuses it), and nothing has to be computed again for the
+    # backward: better than an op that may turn out dense inside.
+    trainable = training and get_backend(backend).training is not None
+    if backend == "dense" or (trainable and path == "auto"):
+        return dense_forward(args, record, reason=reason)
+    op = train_op if training else ffn_op
+    y, l1, firing, *_ = op(*args[:-1], args.activation.spec, path, block_rows, backend, record)
+    return FfnOutput(y, l1, firing)
 
 
 @lru_cache(maxsize=1)
@@ -181,33 +223,13 @@ def _compiled_dense() -> Callable[[FfnArgs, bool], FfnOutput]:
     return torch.compile(dense_forward)
 
 
-def _observed(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether something has to see the registered op: a compiler, a dispatch mode, a tensor subclass."""
+def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.jit.is_tracing()
         or not all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
     )
-
-
-def _skip(path: str, backend: str, args: FfnArgs, training: bool) -> Skip:
-    """Whether the backend leaves this eager call to dense PyTorch, without the op around it."""
-    if backend == "dense":
-        return _RESOLVED
-    if path != "auto":
-        return RUN
-    kernels = get_backend(backend)
-    if training and kernels.training is not None:
-        return kernels.training.skip(args, saving_is_watched())
-    return RUN if kernels.skip is None else kernels.skip(args)
-
-
-_DENSE = Skip(dense=True)
-
-# What was resolved to dense stays so as long as a grant holds. Everything is checked again once in 256 calls,
-# where the 36 us that it takes (D 64, H 256, one token: 94 us a call without, 58 with a grant) do not count.
-_RESOLVED = Skip(True, 255, lambda calls: None)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -251,40 +273,14 @@ def _in_dual_level() -> bool:
     return forward_ad._current_level >= 0
 
 
-def _resolve_constant(*call: str | torch.dtype | int | bool | None) -> tuple[str, int, str]:
+def _resolve_constant(*call: str | torch.dtype | int | bool | None) -> tuple[str, int, str, str]:
     """`resolve` on and to plain constants: under torch.compile it runs, and logs, once per trace."""
-    return _resolve_cached(resolution_state(), *call)
+    return tuple(resolve_cached(resolution_state(), *call))
 
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler (2 s) with twell.
 _resolve_constant._dynamo_marked_constant = True
 _in_dual_level._dynamo_marked_constant = True
-
-
-@lru_cache(maxsize=4096)
-def _resolve_cached(
-    state: object,  # what a decision depends on besides the call; only a part of the key
-    plan: str | None,
-    device_type: str,
-    dtype: torch.dtype,
-    tokens: int | None,
-    hidden: int,
-    neurons: int,
-    gated: bool,
-    training: bool,
-) -> tuple[str, int, str]:
-    """The plan comes as its `spec`: a `Plan` that traced code builds has no fields yet at this point."""
-    site = Site(
-        device_type=device_type,
-        dtype=dtype,
-        tokens=tokens,
-        hidden=hidden,
-        neurons=neurons,
-        gated=gated,
-        training=training,
-    )
-    resolved = resolve(None if plan is None else Plan.parse(plan), site)
-    return resolved.path, resolved.block_rows, resolved.backend
 
 
 def _token_bucket(x: Tensor) -> int | None:

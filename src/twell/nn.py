@@ -12,6 +12,7 @@ from ._checks import reject, require_positive_int
 from ._log import log_once
 from .activations import Activation
 from .functional import FfnStats, run_ffn, stats_of
+from .layer_state import LayerState
 from .plan import Plan
 
 
@@ -80,6 +81,7 @@ class SparseMLP(nn.Module):
         self.neuron_major = neuron_major
         self.eager = eager
         self.last_stats: FfnStats | None = None
+        self._layer: LayerState | None = None
         self.gate_proj = projection(hidden_size, intermediate_size, gate_bias) if gated else None
         self.up_proj = projection(hidden_size, intermediate_size, up_bias)
         self.down_proj = projection(intermediate_size, hidden_size, down_bias)
@@ -135,7 +137,9 @@ class SparseMLP(nn.Module):
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
         tensors = (x, up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias)
-        output = run_ffn(tensors, self.activation, self.plan, self.record, compile_dense)
+        # Not while tracing: a compiler would guard on it.
+        layer = None if torch.compiler.is_compiling() else self._own_layer()
+        output = run_ffn(tensors, self.activation, self.plan, self.record, compile_dense, layer)
         if self.record:
             if self.training and not torch.is_grad_enabled() and up_weight.requires_grad:
                 self._say_that_l1_is_a_constant()
@@ -144,6 +148,11 @@ class SparseMLP(nn.Module):
         if self.last_stats is not None:
             self.last_stats = None
         return output.y
+
+    def _own_layer(self) -> LayerState:
+        if self._layer is None:
+            self._layer = LayerState()
+        return self._layer
 
     @staticmethod
     def _say_that_l1_is_a_constant() -> None:
@@ -163,10 +172,9 @@ class SparseMLP(nn.Module):
 
     def _forward_through_modules(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
-            log_once(
-                "running dense: a projection of a SparseMLP is not a plain nn.Linear (wrapped, "
-                "parametrised, patched or hooked), so its own forward is called"
-            )
+            reason = "a projection is not a plain nn.Linear (wrapped, parametrised, patched or hooked)"
+            log_once(f"running dense: {reason}, so its own forward is called")
+            self._own_layer().note("forward", "dense", reason)
         up = self.up_proj(x)
         activated = self.activation(self.gate_proj(x) if self.gated else up)
         hidden = activated * up if self.gated else activated
@@ -183,11 +191,13 @@ class SparseMLP(nn.Module):
         return f"{kind}, activation={self.activation.spec}{plan}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # The statistics may hang on an autograd graph, which neither copies nor pickles.
-        return {**super().__getstate__(), "last_stats": None}
+        # The statistics may hang on an autograd graph, which neither copies nor pickles; a copy is a layer of
+        # its own.
+        return {**super().__getstate__(), "last_stats": None, "_layer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.__dict__.setdefault("_layer", None)  # pickled by an earlier version
         self.eager = state.get("_eager", False)  # in a new process, too
 
 
@@ -219,6 +229,7 @@ def _store_neuron_major(down: nn.Linear) -> None:
 
 
 def _restore_layout(module: SparseMLP, incompatible_keys: Any) -> None:
+    module._layer = None  # other weights are another layer
     # load_state_dict(assign=True) puts the stock tensor in the parameter's place.
     if module.neuron_major and type(module.down_proj) is nn.Linear:
         _store_neuron_major(module.down_proj)

@@ -11,17 +11,23 @@ carries a tangent of forward-mode differentiation is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._checks import reject
 from ._flops import count_flops_in_torch
+from ._ran import note_path
 from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import Existing, FfnArgs, Gradients, Saved
-from .kernels.dense import dense_backward
+from .kernels.args import PLAIN, Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
+from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
+from .policy import decide_backward, decide_inside
+from .saving import saving_watcher
 
 _OPERANDS = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
@@ -61,7 +67,8 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
     _refuse_tangents(tensors)
     args = _args(tensors, activation)
-    y, l1, firing = get_backend(backend).forward(args, path, block_rows, record)
+    decision = decide_inside(args, path, block_rows, backend, training=False, record=record)
+    y, l1, firing = get_backend(backend).forward(args, decision, record)
     return (y, l1, firing) if record else (y, *_no_statistics(args.x))
 
 
@@ -69,14 +76,19 @@ def _train_forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
     _refuse_tangents(tensors)
     args = _args(tensors, activation)
-    training = get_backend(backend).training
-    if training is None:
-        output = get_backend(backend).forward(args, path, block_rows, record)
-        saved = Saved(*(_integers(args.x, 0) for _ in range(2)))
-    else:
-        output, saved = training.forward(args, path, block_rows, record)
+    decision = decide_inside(args, path, block_rows, backend, training=True, record=record)
+    output, saved = _train(args, decision, record)
+    # A compiled graph carries tensors only; this one is ours, and stays the same object until the backward.
+    saved.lists._twell_decision = decision
     statistics = (output.l1, output.firing) if record else _no_statistics(args.x)
     return output.y, *statistics, *saved
+
+
+def _train(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
+    kernels = get_backend(decision.backend)
+    if kernels.training is not None:
+        return kernels.training.forward(args, decision, record)
+    return kernels.forward(args, decision, record), Saved(*(_integers(args.x, 0) for _ in range(2)))
 
 
 def _fake(x: Tensor, up: Tensor, down: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,32 +124,41 @@ def _gradients(*inputs) -> tuple[Tensor, ...]:
     grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
     _refuse_tangents([grad_y, grad_l1, *tensors])
     args = _args(tensors, activation)
-    wanted = FfnArgs(*needed, args.activation)
-    found = list(_backward(backend, args, Saved(lists, counts), block_rows, grad_y, grad_l1, wanted))
+    step = _Step(activation, block_rows, backend, getattr(lists, "_twell_decision", None))
+    found = list(_backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None)))
     if found[2] is not None:
         found[2] = _laid_out_like(found[2], args.down)
     return tuple(args.x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
+class _Step(NamedTuple):
+    """What a backward knows of its forward besides tensors; decision: None where nothing could tell."""
+
+    activation: str
+    block_rows: int
+    backend: str
+    decision: Decision | None
+
+
 def _backward(
-    backend: str,
+    step: _Step,
     args: FfnArgs,
     saved: Saved,
-    block_rows: int,
     grad_y: Tensor | None,
     grad_l1: Tensor | None,
     wanted: FfnArgs,
     *into: Existing,
 ) -> Gradients:
     """The backend's own backward; grad_y None: the output has no part in the loss."""
-    kernels = get_backend(backend)
+    kernels = get_backend(step.backend)
     if kernels.training is None and kernels.backward is None:
         return dense_backward(args, grad_y, grad_l1, wanted)
     if grad_y is None:
         args, grad_y = _without_output(args)
     if kernels.training is None:
         return kernels.backward(args, grad_y, grad_l1, wanted)
-    return kernels.training.backward(args, saved, block_rows, grad_y, grad_l1, wanted, *into)
+    decision = decide_backward(args, step.block_rows, step.backend, step.decision)
+    return kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into)
 
 
 def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
@@ -176,8 +197,12 @@ def _save_operands(ctx, inputs, output) -> None:
 
 
 def _needed(ctx, grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
+    return _needed_of(ctx.needs_input_grad[:_NUMBER], grad_y, grad_l1)
+
+
+def _needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
     """Which operands get a gradient: as stock autograd has it, only y gives one to `down` and `down_bias`."""
-    needed = FfnArgs(*ctx.needs_input_grad[:_NUMBER], None)
+    needed = FfnArgs(*wanted, None)
     if grad_y is None:
         needed = needed._replace(down=False, down_bias=False)
     return [wanted and (grad_y is not None or grad_l1 is not None) for wanted in needed[:-1]]
@@ -209,44 +234,193 @@ def _from_active(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> 
     needed = _needed(ctx, grad_y, grad_l1)
     if not any(needed):
         return _NOTHING
-    plan = ctx.activation, ctx.block_rows, ctx.backend
     saved = ctx.saved_tensors  # once: checkpoints hand them out once
-    into = _existing(saved, plan, needed)
-    if into is None:
-        found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
-    else:
-        found = _added(grad_y, grad_l1, saved, plan, needed, into)
-    gradients = [g if wanted else None for g, wanted in zip(found, needed, strict=True)]
-    return (*gradients, None, None, None, None, None)
+    step = _Step(ctx.activation, ctx.block_rows, ctx.backend, getattr(saved[-2], "_twell_decision", None))
+    return (*_gradients_of(step, saved, grad_y, grad_l1, needed), None, None, None, None, None)
 
 
-def _existing(saved: tuple[Tensor | None, ...], plan: tuple, needed: list[bool]) -> Existing | None:
-    """Gradients to add to, if that is asked for, the backend can, and nobody looks for the op."""
-    activation, _block_rows, backend = plan
-    training = get_backend(backend).training
-    if training is None or not training.adds or torch.compiler.is_compiling():
-        return None
-    if torch._C._len_torch_dispatch_stack() > 0:
-        return None
-    args = _args(saved[:_NUMBER], activation)
-    return existing_gradients(args, FfnArgs(*needed, args.activation))
-
-
-def _added(
+def _gradients_of(
+    step: _Step,
+    saved: Sequence[Tensor | None],
     grad_y: Tensor | None,
     grad_l1: Tensor | None,
-    saved: tuple[Tensor | None, ...],
-    plan: tuple,
     needed: list[bool],
-    into: Existing,
-) -> tuple[Tensor | None, ...]:
+) -> list[Tensor | None]:
+    """Of the seven operands; saved: those, lists and counts."""
+    into = _existing(step, [*saved, grad_y, grad_l1], needed)
+    if into is not None:
+        return list(_directly(step, saved, grad_y, grad_l1, needed, into))
+    plan = step.activation, step.block_rows, step.backend
+    found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
+    return [gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)]
+
+
+def _existing(step: _Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:
+    """Gradients to add to, if that is asked for, the backend can, and nobody looks for the op."""
+    training = get_backend(step.backend).training
+    if training is None or not training.adds or not _only_values_matter(saved):
+        return None
+    args = _args(saved[:_NUMBER], step.activation)
+    return existing_gradients(args, FfnArgs(*needed, None))
+
+
+def _only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether nobody traces, transforms or watches, and all are plain tensors (batches of gradients have no
+    storage)."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and all(t is None or (type(t) in PLAIN and torch._C._has_storage(t)) for t in tensors)
+    )
+
+
+def _directly(
+    step: _Step,
+    saved: Sequence[Tensor | None],
+    grad_y: Tensor | None,
+    grad_l1: Tensor | None,
+    needed: list[bool],
+    *into: Existing,
+) -> Gradients:
     """The backward without the op, which must not change what it is given."""
-    activation, block_rows, backend = plan
     *tensors, lists, counts = saved
     _refuse_tangents([grad_y, grad_l1, *tensors])
-    args = _args(tensors, activation)
-    wanted = FfnArgs(*needed, args.activation)
-    return _backward(backend, args, Saved(lists, counts), block_rows, grad_y, grad_l1, wanted, into)
+    args = _args(tensors, step.activation)
+    return _backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None), *into)
+
+
+class _TrainingStep(torch.autograd.Function):
+    """`ffn_train` for eager steps that nobody watches: without the dispatcher, and with a decision that
+    reaches the backward as it is."""
+
+    @staticmethod
+    def forward(
+        ctx, decision: Decision, activation: Activation, record: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        args = FfnArgs(*tensors, activation)
+        ctx.open = _is_open(decision)
+        if ctx.open:
+            decision = _decide_again(args, decision, record)
+        output, saved = _train(args, decision, record)
+        saved.lists._twell_decision = decision
+        ctx.save_for_backward(*tensors, *saved)
+        _keep(ctx, decision, activation, output)
+        return tuple(output)
+
+    @staticmethod
+    def backward(
+        ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
+    ) -> tuple[Tensor | None, ...]:
+        needed = _needed_of(ctx.needs_input_grad[_OWN:], grad_y, grad_l1)
+        if not any(needed):
+            return (None,) * (_OWN + _NUMBER)
+        saved = ctx.saved_tensors  # once: checkpoints hand them out once
+        step = ctx.step
+        if ctx.open:
+            # Unknown hooks may have computed it again, decided otherwise: its tensors know then, or nobody.
+            step = step._replace(decision=getattr(saved[-2], "_twell_decision", None))
+        return (*_NO_OWN, *_eager_gradients(step, saved, grad_y, grad_l1, needed))
+
+
+class _CheckpointedStep(torch.autograd.Function):
+    """A step inside a checkpoint, which is computed twice and may be decided twice: both ways save tensors
+    of the same shapes, stand-ins where there is nothing, so that dense steps compute nothing a third time.
+    A stand-in has one element, expanded; that tells which way went last."""
+
+    @staticmethod
+    def forward(
+        ctx, decision: Decision, activation: Activation, record: bool, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        args = FfnArgs(*tensors, activation)
+        decision = _decide_again(args, decision, record)
+        tokens, neurons = args.x.shape[0], args.up.shape[0]
+        if decision.path == "dense":
+            output, kept = dense_forward_keeping(args, record, decision.reason)
+            sizes = get_backend(decision.backend).training.sizes(tokens, neurons, decision.block_rows)
+            saved = Saved(*(_integers(args.x, 1).expand(size) for size in sizes))
+        else:
+            output, saved = _train(args, decision, record)
+            stand_in = args.x.new_empty(1, 1).expand(tokens, neurons)
+            kept = DenseActivations(stand_in, None if args.gate is None else stand_in)
+        ctx.save_for_backward(*tensors, *saved, *kept)
+        _keep(ctx, decision, activation, output)
+        return tuple(output)
+
+    @staticmethod
+    def backward(
+        ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
+    ) -> tuple[Tensor | None, ...]:
+        needed = _needed_of(ctx.needs_input_grad[_OWN:], grad_y, grad_l1)
+        if not any(needed):
+            return (None,) * (_OWN + _NUMBER)
+        *saved, pre, up = ctx.saved_tensors
+        ran_dense = _is_stand_in(saved[-2])
+        if ran_dense == _is_stand_in(pre):
+            raise RuntimeError("a checkpoint handed back copies of what a sparse training step saved")
+        if not ran_dense:
+            step = ctx.step._replace(decision=ctx.step.decision._replace(path="block"))
+            return (*_NO_OWN, *_eager_gradients(step, saved, grad_y, grad_l1, needed))
+        args = _args(saved[:_NUMBER], ctx.step.activation)
+        # For second derivatives from the operands, which are connected to whatever they came from.
+        kept = None if torch.is_grad_enabled() else DenseActivations(pre, up)
+        note_path("dense", args.x, args.up.shape[0], "backward", "as its forward")
+        found = list(dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, None), kept))
+        if found[2] is not None:
+            found[2] = _laid_out_like(found[2], args.down)
+        return (*_NO_OWN, *found)
+
+
+_OWN = 3  # arguments of the two before their tensors
+_NO_OWN = (None,) * _OWN
+
+
+def _is_open(decision: Decision) -> bool:
+    """Whether it is to be taken when the step runs."""
+    return decision.path == "auto" and get_backend(decision.backend).rules == "gpu"
+
+
+def _decide_again(args: FfnArgs, decision: Decision, record: bool) -> Decision:
+    plan = decision.path, decision.block_rows, decision.backend
+    return decide_inside(args, *plan, training=True, record=record, layer=decision.layer)
+
+
+def _keep(ctx, decision: Decision, activation: Activation, output: FfnOutput) -> None:
+    ctx.step = _Step(activation.spec, decision.block_rows, decision.backend, decision)
+    ctx.set_materialize_grads(False)
+    if output.firing is not None:
+        ctx.mark_non_differentiable(output.firing)
+
+
+def _is_stand_in(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 0
+
+
+def _eager_gradients(
+    step: _Step,
+    saved: Sequence[Tensor | None],
+    grad_y: Tensor | None,
+    grad_l1: Tensor | None,
+    needed: list[bool],
+) -> list[Tensor | None]:
+    """Through the op only where somebody differentiates this, transforms it, or looks."""
+    if torch.is_grad_enabled() or not _only_values_matter((*saved, grad_y, grad_l1)):
+        if step.decision is not None:
+            saved[-2]._twell_decision = step.decision
+        return _gradients_of(step, saved, grad_y, grad_l1, needed)
+    into = _existing(step, [*saved, grad_y, grad_l1], needed)
+    more = () if into is None else (into,)
+    found = list(_directly(step, saved, grad_y, grad_l1, needed, *more))
+    if found[2] is not None:
+        found[2] = _laid_out_like(found[2], saved[2])
+    return found
+
+
+def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
+    """An eager step on a sparse path, with its backward; or one that decides when it runs."""
+    checkpointed = _is_open(decision) and saving_watcher() == "checkpoint"
+    step = _CheckpointedStep if checkpointed else _TrainingStep
+    return FfnOutput(*step.apply(decision, args.activation, record, *args[:-1]))
 
 
 def _save_for_second(ctx, inputs, output) -> None:

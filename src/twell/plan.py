@@ -1,4 +1,4 @@
-"""Which path and backend run a block: explicit plans, the environment override, fallbacks."""
+"""Plans: which path and backend a caller, or the environment, wants."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from operator import index
 import torch
 
 from ._checks import reject, require_choice
-from ._log import log_once
-from .backends import PATHS, Backend, Site, candidates, get_backend, registry_version
+from .backends import PATHS, get_backend, registry_version
 
 ENVIRONMENT_VARIABLE = "TWELL_PLAN"
 
@@ -67,41 +66,6 @@ class Plan:
         return Plan(**fields)
 
 
-def resolve(plan: Plan | None, site: Site) -> Plan:
-    """The plan that will run at `site`: a path and a backend that can run it.
-
-    The environment variable TWELL_PLAN wins over `plan`, and `plan` over "auto". Where the wanted
-    backend or path cannot run, the dense path does, and one log line per reason says so.
-    """
-    override = os.environ.get(ENVIRONMENT_VARIABLE)
-    wanted = parse_override(override) if override else (plan or _AUTO)
-    if wanted.path == "dense" and wanted.backend is None:
-        return _DENSE
-    named = wanted.backend is not None
-    reasons, chosen_dense = [], False
-    for backend in (get_backend(wanted.backend),) if named else candidates():
-        reason = backend.refuses(site, wanted.path)
-        if reason is not None:
-            reasons.append(f"backend {backend.name!r}: {reason}")
-        elif wanted.path == "auto" and not named and not _worth_trying(backend, site):
-            chosen_dense = True
-            if site.training and backend.worthwhile(site):
-                log_once(
-                    "running dense where gradients are wanted: for inference use torch.no_grad() or "
-                    "requires_grad_(False)"
-                )
-        else:
-            if wanted.path == "auto" and site.training and site.tokens is None:
-                log_once(
-                    "compiled training steps run dense with an automatic plan: SparseMLP.eager = True lets "
-                    'it decide between graphs; Plan(path="block") trains on the active set inside of them'
-                )
-            return Plan(path=wanted.path, block_rows=wanted.block_rows, backend=backend.name)
-    if not chosen_dense:
-        log_once(f"running dense instead of {wanted.path!r}: {'; '.join(reasons)}")
-    return _DENSE
-
-
 def parse_override(text: str) -> Plan:
     """The plan that TWELL_PLAN names."""
     try:
@@ -116,15 +80,5 @@ def is_automatic(plan: Plan | None) -> bool:
 
 
 def resolution_state() -> tuple[str | None, int, int]:
-    """What `resolve` depends on besides its arguments: a key for caches of its results."""
+    """What decisions depend on besides the call: a key for caches of them."""
     return os.environ.get(ENVIRONMENT_VARIABLE), registry_version(), torch.get_num_threads()
-
-
-_AUTO = Plan()
-_DENSE = Plan(path="dense", backend="dense")
-
-
-def _worth_trying(backend: Backend, site: Site) -> bool:
-    # Without a backward of its own a backend recomputes the activations densely in the backward:
-    # a sparse forward gains one or two products and loses as many.
-    return backend.worthwhile(site) and (backend.trains or not site.training)

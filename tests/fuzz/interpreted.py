@@ -7,7 +7,6 @@ import os
 import torch
 
 from twell.backends import PATHS, Backend, Training, backend_names, register_backend
-from twell.kernels.args import RUN
 
 NAME = "interpreted"
 
@@ -29,11 +28,15 @@ def backend() -> Backend:
         forward=train_forward,
         backward=train_backward,
         sizes=list_sizes,
-        skip=lambda args, hooked: RUN,
         adds=True,
     )
     return Backend(
-        name=NAME, paths=frozenset(PATHS), refusal=_refusal, forward=gpu_forward, training=training
+        name=NAME,
+        paths=frozenset(PATHS),
+        refusal=_refusal,
+        forward=gpu_forward,
+        training=training,
+        rules="gpu",
     )
 
 

@@ -9,9 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, recorded_paths, reference
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, layer_state, policy, recorded_paths, reference
 from twell.activations import Activation
-from twell.kernels import cpu_backward, cpu_choice, cpu_multiply, cpu_probe
+from twell.kernels import cpu_backward, cpu_multiply, cpu_probe
 
 from .case import Case
 from .tensors import make_operands, make_weighting
@@ -208,15 +208,16 @@ def _switches(case: Case):
 
         stack.enter_context(mock.patch.object(cpu_probe, "measured", measured))
         for name in ("_WORTH_LOOKING_SECONDS", "_MANY_WORTH_LOOKING_SECONDS"):
-            stack.enter_context(mock.patch.object(cpu_choice, name, 0.0))
+            stack.enter_context(mock.patch.object(policy.cpu, name, 0.0))
         stack.enter_context(mock.patch.object(cpu_multiply, "has_native_gemm", return_value=native))
-        functional._resolve_cached.cache_clear()  # what other thresholds gave
-        stack.callback(functional._resolve_cached.cache_clear)
+        layer_state._temporaries.cache_clear()  # a case knows no other
+        policy.resolve_cached.cache_clear()  # what other thresholds gave
+        stack.callback(policy.resolve_cached.cache_clear)
         if case.sparse_backward:
-            for name, value in (
-                ("FEW_TOKENS", 1),
-                ("can_pay", lambda args, site: not site.native_16_bit),
-                ("is_sparse", lambda *_: True),
+            for module, name, value in (
+                (cpu_backward, "FEW_TOKENS", 1),
+                (policy.cpu, "_backward_can_pay", lambda args, site: not site.native_16_bit),
+                (policy.cpu, "_is_sparse", lambda *_: True),
             ):
-                stack.enter_context(mock.patch.object(cpu_backward, name, value))
+                stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from twell.backends import PATHS, Backend, Training, register_backend, unregister_backend
-from twell.kernels.args import RUN
 
 
 def _refusal(site):
@@ -30,7 +29,6 @@ def interpreted():
         forward=train_forward,
         backward=train_backward,
         sizes=list_sizes,
-        skip=lambda args, hooked: RUN,
         adds=True,
     )
     register_backend(
@@ -40,6 +38,7 @@ def interpreted():
             refusal=_refusal,
             forward=gpu_forward,
             training=training,
+            rules="gpu",
         )
     )
     yield "interpreted"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, reference
+from twell.layer_state import layer_of
 from twell.synthetic import firing_rates
 
 pytestmark = [
@@ -249,9 +250,8 @@ def test_cuda_graph(count):
 @pytest.mark.parametrize(("nnz", "sparse"), [(4096, False), (24, True)])
 def test_automatic_plan_learns_how_active_a_layer_is(nnz, sparse, monkeypatch):
     """Eager calls take readings; a capture then goes by them."""
-    from twell.kernels.gpu import forward, monitor
+    from twell.kernels.gpu import forward
 
-    monitor.forget()
     launched = []
     run_few = forward.run_few
     monkeypatch.setattr(forward, "run_few", lambda operands: launched.append(1) or run_few(operands))
@@ -262,8 +262,8 @@ def test_automatic_plan_learns_how_active_a_layer_is(nnz, sparse, monkeypatch):
         ffn(x, up, down, gate)
         torch.cuda.synchronize()
     assert len(launched) == 2  # the first and the second call are readings
-    (layer,) = monitor._layers.values()
-    assert (layer.share <= 0.1) == sparse
+    (reading,) = layer_of(gate).readings().values()
+    assert (reading.share <= 0.1) == sparse
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = ffn(x, up, down, gate)

@@ -161,13 +161,13 @@ def test_block_rows_that_no_kernel_takes(interpreted, rows):
 @pytest.mark.parametrize("limit", [NEURONS * HIDDEN, NEURONS * 128])
 def test_what_32_bits_cannot_index_runs_dense_and_says_so(interpreted, limit, monkeypatch, caplog):
     """The weights, or the rows of a block: whichever is larger decides."""
-    from twell.kernels.gpu import forward
+    from twell.kernels.gpu import sizes
 
     monkeypatch.setattr("twell._log._logged", set())
     tensors, _ = block(5)
     plan = Plan(path="block", backend=interpreted)
     for allowed, path in ((limit, "dense"), (NEURONS * 128 + 1, "few")):
-        monkeypatch.setattr(forward, "_INDEX_LIMIT", allowed)
+        monkeypatch.setattr(sizes, "_INDEX_LIMIT", allowed)
         with recorded_paths() as ran:
             ffn(*tensors, plan=plan)
         assert [piece.path for piece in ran] == [path]

@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, recorded_paths, training_states
 from twell.activations import Activation
-from twell.kernels import switch
-from twell.kernels.gpu import monitor
 
+from ..training import expect_a_crowd
 from .test_device import fire, tokens_of, weights
 
 pytestmark = [
@@ -27,8 +26,6 @@ L1_WEIGHT = 0.5
 @pytest.fixture(autouse=True)
 def exact_matmuls(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    switch.forget()
-    monitor.forget()
 
 
 def leaves_of(*tensors, dtype=None):
@@ -113,7 +110,7 @@ def test_other_numbers_of_outputs(outputs, gated, rows):
 
 
 def test_rounds_that_are_expected(monkeypatch):
-    monkeypatch.setattr(monitor, "known_share", lambda key: 1.0)
+    expect_a_crowd(monkeypatch)
     up, down, gate = weights(512, 2048)
     for nnz in (24, 900, 2048):
         fire(gate, nnz)
@@ -261,7 +258,7 @@ def test_autocast_with_float32_weights():
 
 @pytest.mark.parametrize(("nnz", "sparse"), [(24, True), (5632, False)])
 def test_layers_switch_by_how_active_they_are(nnz, sparse):
-    mlp, x = module(2048, 5632, nnz), tokens_of(8192, 2048)
+    mlp, x, known = module(2048, 5632, nnz), tokens_of(8192, 2048), len(training_states())
     for _ in range(6):
         module_grads(mlp, x)
         torch.cuda.synchronize()
@@ -269,7 +266,7 @@ def test_layers_switch_by_how_active_they_are(nnz, sparse):
         module_grads(mlp, x)
     ours = [("block", "forward"), ("block", "backward")]
     assert [(piece.path, piece.phase) for piece in ran] == (ours if sparse else [("dense", "forward")])
-    (state,) = training_states()
+    (state,) = training_states()[known:]
     assert state.sparse is sparse
     assert state.switches == int(sparse)
 
@@ -277,13 +274,14 @@ def test_layers_switch_by_how_active_they_are(nnz, sparse):
 @pytest.mark.parametrize(("nnz", "sparse"), [(24, True), (5632, False)])
 def test_layers_switch_between_compiled_graphs(nnz, sparse):
     mlp, x = module(2048, 5632, nnz, record=True), tokens_of(8192, 2048)
+    known = len(training_states())
     wanted = module_grads(mlp, x)
     mlp.eager = True
     compiled = torch.compile(lambda x: mlp(x * 2) / 2)
     for _ in range(6):
         found = module_grads(mlp, x / 2, compiled)
         torch.cuda.synchronize()
-    (state,) = training_states()
+    (state,) = training_states()[known:]
     assert state.sparse is sparse
     assert mlp.last_stats.l1.requires_grad
     scales = (2.0 / 2**2, *[1 / 2**2] * 3)  # of the loss, and of x
@@ -294,13 +292,14 @@ def test_layers_switch_between_compiled_graphs(nnz, sparse):
 def test_layers_switch_apart_under_autocast():
     """Casts of float32 weights live for one call and may follow each other at one address."""
     layers, x = [module(2048, 5632, nnz).float() for nnz in (24, 5632)], tokens_of(8192, 2048)
+    known = len(training_states())
     for _ in range(12):
         for mlp in layers:
             with torch.autocast("cuda", torch.bfloat16):
                 loss = mlp(x).square().mean()
             loss.backward()
         torch.cuda.synchronize()
-    assert [state.sparse for state in training_states()] == [True, False]
+    assert [state.sparse for state in training_states()[known:]] == [True, False]
 
 
 def test_loss_curves_of_sparse_and_dense_training_agree():

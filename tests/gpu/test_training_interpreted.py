@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from twell import Plan, accumulate_in_place, crowded_steps, ffn, ffn_with_stats, ops, reference
+from twell import (
+    Plan,
+    accumulate_in_place,
+    crowded_steps,
+    ffn,
+    ffn_with_stats,
+    ops,
+    policy,
+    recorded_paths,
+    reference,
+)
+from twell.kernels.args import Decision
+from twell.layer_state import layer_of
 
 from ..accuracy import assert_accurate, stock_dense
-from ..training import assert_gradients_accurate, assert_l1_alone, block, gradients
+from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_a_crowd, gradients
 from .test_interpreted import NEURONS
 
 
@@ -92,9 +108,7 @@ def test_other_numbers_of_outputs(interpreted, outputs):
 
 
 def test_rounds_that_are_expected(interpreted, monkeypatch):
-    from twell.kernels.gpu import monitor
-
-    monkeypatch.setattr(monitor, "known_share", lambda key: 1.0)
+    expect_a_crowd(monkeypatch)
     check(block(40, nnz=60), "relu", interpreted)
 
 
@@ -269,3 +283,114 @@ def test_checkpoints_with_gradients_to_be_added_in_place(interpreted):
             y.sum().backward()
         sums.append(tensors["up"].grad.clone())
     torch.testing.assert_close(sums[1], 2 * sums[0])
+
+
+class Decisions:
+    """What a GPU's rules say: `hooked` steps decide when they run, which is in turn as the test has it."""
+
+    def __init__(self, *paths):
+        self.paths = list(paths)
+
+    def __call__(self, args, block_rows, layer, hooked):
+        path = "auto" if hooked else self.paths.pop(0)
+        return Decision(path, block_rows, "interpreted", "as the test has it", layer=layer)
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("again", ["dense", "block"])
+@pytest.mark.parametrize("first", ["dense", "block"])
+def test_a_checkpoint_may_decide_otherwise_when_it_computes_again(
+    interpreted, monkeypatch, first, again, gated
+):
+    monkeypatch.setattr(policy.gpu, "decide_training", decisions := Decisions(first, again))
+    operands = block(20, nnz=6, gated=gated, bias=True)
+    ours = partial(ffn_with_stats, plan=Plan(backend=interpreted))
+
+    def run(**leaves):
+        y, stats = checkpoint(lambda: ours(**leaves), use_reentrant=False)
+        return y, stats.l1
+
+    with recorded_paths() as ran:
+        assert_gradients_accurate(operands, "relu", run)
+    assert not decisions.paths
+    assert [piece.path for piece in ran if piece.phase == "backward"] == [again]
+
+
+def test_a_dense_step_in_a_checkpoint_computes_nothing_a_third_time(interpreted, monkeypatch):
+    monkeypatch.setattr(policy.gpu, "decide_training", Decisions("dense", "dense"))
+    operands = leaves(block(20))
+    ours = partial(ffn, plan=Plan(backend=interpreted))
+    with FlopCounterMode(display=False) as counter:
+        checkpoint(lambda: ours(**operands), use_reentrant=False).sum().backward()
+    stock = leaves(block(20))
+    with FlopCounterMode(display=False) as stock_counter:
+        checkpoint(lambda: stock_dense(**stock), use_reentrant=False).sum().backward()
+    assert 0 < counter.get_total_flops() <= stock_counter.get_total_flops()
+
+
+def test_second_derivatives_of_a_dense_step_in_a_checkpoint(interpreted, monkeypatch):
+    monkeypatch.setattr(policy.gpu, "decide_training", Decisions("dense", "dense", "dense"))
+    operands = {name: None if t is None else t.double() for name, t in leaves(block(5)).items()}
+    operands = leaves(operands)
+
+    def second(run):
+        (first,) = torch.autograd.grad(run(**operands).square().sum(), operands["x"], create_graph=True)
+        return torch.autograd.grad(first.square().sum(), operands["up"])[0]
+
+    ours = partial(ffn, plan=Plan(backend=interpreted))
+    found = second(lambda **tensors: checkpoint(lambda: ours(**tensors), use_reentrant=False))
+    torch.testing.assert_close(found, second(stock_dense))
+
+
+def test_hooks_that_nobody_knows_may_compute_again(interpreted, monkeypatch):
+    """What they save is exact whatever they hand back: every neuron is listed where a step ran dense."""
+    monkeypatch.setattr(policy.gpu, "decide_training", Decisions("dense"))
+    operands = block(20, nnz=6)
+    ours = partial(ffn_with_stats, plan=Plan(backend=interpreted))
+
+    def run(**leaves):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            y, stats = ours(**leaves)
+        return y, stats.l1
+
+    with recorded_paths() as ran:
+        assert_gradients_accurate(operands, "relu", run)
+    assert [(piece.path, piece.phase) for piece in ran] == [("dense", "forward"), ("block", "backward")]
+
+
+def test_batched_gradients_and_those_of_other_types(interpreted):
+    """Of an eager step: through the op, which knows what to do with them."""
+    operands = leaves(block(5, dtype=torch.float32))
+    y = run_block(interpreted)(**operands)
+    seeds = torch.randn(3, *y.shape)
+    (batched,) = torch.autograd.grad(y, operands["up"], seeds, is_grads_batched=True, retain_graph=True)
+    for seed, found in zip(seeds, batched, strict=True):
+        (one,) = torch.autograd.grad(y, operands["up"], seed, retain_graph=True)
+        torch.testing.assert_close(found, one)
+
+
+def test_who_watches_a_backward_sees_the_op(interpreted):
+    operands = leaves(block(5, dtype=torch.float32))
+    y = run_block(interpreted)(**operands)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            seen.append(str(function))
+            return function(*arguments, **options or {})
+
+    with Watch():
+        y.sum().backward()
+    assert "twell.ffn_backward.default" in seen
+
+
+def test_compiled_steps_tell_their_backward(interpreted, fresh_compiler):
+    """Through the tensor that the graph carries from one to the other."""
+    operands = leaves(block(5, dtype=torch.float32))
+    compiled = torch.compile(run_block(interpreted), backend="aot_eager", fullgraph=True)
+    y = compiled(**operands)
+    state = layer_of(operands["gate"])
+    assert state.ran["forward"].path == "block"
+    assert "backward" not in state.ran
+    y.sum().backward()
+    assert state.ran["backward"].path == "block"  # found by what the forward had decided, layer included

@@ -12,11 +12,15 @@ from rich.table import Table
 
 from .._extras import EXTRAS, how_to_install
 from .._processor import make_products_safe
+from ..activations import Activation
 from ..backends import Site, backend_names, get_backend
+from ..kernels.args import FfnArgs
 from ..kernels.cpu_multiply import has_native_gemm
 from ..kernels.cpu_probe import kept_measurements, measurements_file
+from ..layer_state import LayerState
 from ..measure import hardware, versions
 from ..plan import ENVIRONMENT_VARIABLE, parse_override
+from ..policy import decide, resolve
 
 
 def run_doctor() -> None:
@@ -42,13 +46,15 @@ def run_doctor() -> None:
     console.print(table)
 
     override = os.environ.get(ENVIRONMENT_VARIABLE)
-    if override:
-        try:
+    try:
+        if override:
             console.print(f"{ENVIRONMENT_VARIABLE} overrides every plan: {parse_override(override)}\n")
-        except ValueError as error:
-            console.print(f"[red]{error}[/]\n")
+        for device in devices:
+            _print_decisions(console, device)
+    except ValueError as error:
+        console.print(f"[red]{error}[/]\n")
     if "cuda" in devices:
-        _print_pairs(console, "Where automatic plans run sparse on cuda", _limits())
+        _print_pairs(console, "What automatic plans go by on cuda", _limits())
 
     table = Table(title="Extras", title_justify="left")
     table.add_column("extra")
@@ -73,9 +79,25 @@ def _processor(device: str) -> dict[str, str]:
     }
 
 
+def _print_decisions(console: Console, device: str) -> None:
+    """What an automatic plan does with an inference call of a typical block, by its number of tokens."""
+    hidden, neurons, dtype = _EXAMPLE[device]
+    title = f"Automatic plans on {device}: D {hidden}, H {neurons}, {str(dtype).removeprefix('torch.')}"
+    table = Table("tokens", "path", "why", title=title, title_justify="left")
+    rows = torch.empty(neurons, hidden, dtype=dtype, device=device)
+    for tokens in (1, 64, 1024, 8192):
+        x = rows[:1].expand(tokens, hidden)
+        args = FfnArgs(x, rows, rows.mT, rows, None, None, None, Activation())
+        resolution = resolve(None, _example_site(device, tokens))
+        decision = decide(args, resolution, LayerState(), training=False, record=False)
+        path = "by its activations" if decision.path == "auto" or decision.read else decision.path
+        table.add_row(f"{tokens:,}", path, escape(decision.reason))
+    console.print(table)
+
+
 def _limits() -> dict[str, str]:
     """What automatic plans on the current GPU go by."""
-    from ..kernels.gpu.limits import cache_file, tuned_shapes
+    from ..crossover.gpu import cache_file, tuned_shapes
     from ..kernels.gpu.target import target_of
 
     target = target_of(torch.device("cuda"))
@@ -84,15 +106,19 @@ def _limits() -> dict[str, str]:
     return {"built in": built_in, "tuned shapes": tuned, "kept in": str(cache_file(target.name))}
 
 
-def _example_site(device_type: str) -> Site:
+# D, H and dtype of a typical block.
+_EXAMPLE = {"cpu": (1024, 4096, torch.float32), "cuda": (2048, 5632, torch.bfloat16)}
+
+
+def _example_site(device_type: str, tokens: int = 2048) -> Site:
     """A typical inference call, which a backend either takes or refuses."""
-    dtype = torch.float32 if device_type == "cpu" else torch.bfloat16
+    hidden, neurons, dtype = _EXAMPLE[device_type]
     return Site(
         device_type=device_type,
         dtype=dtype,
-        tokens=2048,
-        hidden=2048,
-        neurons=5632,
+        tokens=tokens,
+        hidden=hidden,
+        neurons=neurons,
         gated=True,
         training=False,
     )

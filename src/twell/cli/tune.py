@@ -8,9 +8,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._checks import reject
-from ..kernels.cpu_choice import PROBE_BUCKETS
+from ..crossover.cpu import PROBE_BUCKETS
+from ..crossover.gpu import cache_file
 from ..kernels.cpu_probe import measurements_file
-from ..kernels.gpu.limits import cache_file
 from ..measure.tune import SHARES, TOKENS, tune
 from ..measure.tune_cpu import DTYPES, CpuLimits, tune_cpu
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..activations import Activation
+from ..layer_state import LayerState, Reading
 
 PLAIN = (Tensor, torch.nn.Parameter)  # types of which nothing but values is to be known
 
@@ -52,20 +52,40 @@ class FfnArgs(NamedTuple):
         return self.up_bias if self.gate is None else self.gate_bias
 
 
-class Skip(NamedTuple):
-    """What a backend says of an eager call before it runs.
+class ChunkRule(Protocol):
+    """How the CPU backend finishes a chunk of tokens once it has seen their activations."""
 
-    dense:   leave this call to dense PyTorch.
-    ahead:   and that many more like it, without asking again.
-    settle:  to be told how many of those were made.
+    def choose(self, activated: Tensor) -> tuple[str, str]:
+        """ "row", "block" or "dense", and why, from a look at a few tokens; activated [m, H]."""
+
+    def still_pays(self, path: str, active: Tensor, count: int, block_rows: int) -> bool:
+        """Whether `path` is right for the whole chunk, too; active: bool [m, H] with `count` True entries."""
+
+
+class Decision(NamedTuple):
+    """How one call runs, and why. `policy` takes it; backends carry it out.
+
+    path:        "dense", "row" or "block"; "auto": chunk by chunk, as `chunks` says (CPU), or as a backend
+                 that was registered decides.
+    block_rows:  tokens per block of the block path; 0: the backend's default.
+    backend:     the name of the one that runs it.
+    reason:      for people.
+    ahead:       so many more calls like this one may run dense without asking again; `reading` is told how
+                 many did.
+    reading:     what is known of how active the layer is in calls of this kind.
+    read:        whether it wants to know how active this call finds it.
+    layer:       what is known of the layer.
     """
 
-    dense: bool
+    path: str
+    block_rows: int
+    backend: str
+    reason: str
     ahead: int = 0
-    settle: Callable[[int], None] | None = None
-
-
-RUN = Skip(dense=False)
+    reading: Reading | None = None
+    read: bool = False
+    chunks: ChunkRule | None = None
+    layer: LayerState | None = None
 
 
 class FfnOutput(NamedTuple):

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from .._ran import note_path
-from . import cpu_choice
-from .args import FfnArgs, FfnOutput
+from .args import Decision, FfnArgs, FfnOutput
 from .cpu_paths import Stats, finish_block, finish_dense, finish_row, finish_single_row
 from .cpu_weights import WeightViews
 
@@ -34,43 +33,47 @@ CHUNK_TOKENS = range(512, 4097)
 DEFAULT_BLOCK_ROWS = 64
 
 
-def cpu_forward(args: FfnArgs, path: str, block_rows: int, record: bool) -> FfnOutput:
+def cpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     """Run the block on the CPU.
 
-    path:        "auto" decides per chunk, and leaves the rest dense once a chunk was not sparse enough;
-                 "row", "block" and "dense" are taken as they are.
-    block_rows:  tokens per block of the block path; 0 means the default.
+    decision: automatic if it has `chunks`. Its path "auto" finishes chunk by chunk as they say, and leaves
+    the rest dense once a chunk was not sparse enough; "row", "block" and "dense" are taken as they are.
     """
+    path = decision.path
     tokens, neurons = args.x.shape[0], args.up.shape[0]
-    weights = WeightViews(args, tuned=path == "auto")
+    weights = WeightViews(args, tuned=decision.chunks is not None)
     stats = Stats(neurons, args.x.dtype) if record else None
-    if tokens == 0 or (path == "auto" and not cpu_choice.sparse_can_pay(weights.site)):
+    if tokens == 0:
         path = "dense"
     if tokens == 1 and path in ("auto", "row"):
-        y = _single_token(args.x, path, weights, stats)
+        y = _single_token(args.x, path, decision, weights, stats)
     else:
-        y = _chunks(args.x, path, block_rows or DEFAULT_BLOCK_ROWS, weights, stats)
+        y = _chunks(args.x, path, decision, weights, stats)
     if stats is None:
         return FfnOutput(y)
     return FfnOutput(y, stats.l1(tokens), stats.firing)
 
 
-def _single_token(x: Tensor, path: str, weights: WeightViews, stats: Stats | None) -> Tensor:
+def _single_token(
+    x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None
+) -> Tensor:
     activated = weights.activate_selector(x)
-    if path == "auto" and cpu_choice.choose(activated, weights.site) == "dense":
-        note_path("dense", x, weights.site.neurons)
+    reason = decision.reason
+    if path == "auto":
+        path, reason = decision.chunks.choose(activated)
+    _note(decision, path, reason, x, weights)
+    if path == "dense":
         return finish_dense(x, activated, weights, stats)
-    note_path("row", x, weights.site.neurons)
     neurons = activated[0].nonzero().squeeze(1)
     return finish_single_row(x, activated, neurons, weights, stats)
 
 
-def _chunks(x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: Stats | None) -> Tensor:
-    tokens, chunk = x.shape[0], max(_chunk_tokens(), block_rows)
+def _chunks(x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None) -> Tensor:
+    tokens, chunk = x.shape[0], max(_chunk_tokens(), decision.block_rows or DEFAULT_BLOCK_ROWS)
     outputs, start = [], 0
     while start < tokens or not outputs:  # once for no tokens, too
         stop = tokens if path == "dense" else min(start + chunk, tokens)
-        y, ran = _finish_chunk(x[start:stop], path, block_rows, weights, stats)
+        y, ran = _finish_chunk(x[start:stop], path, decision, weights, stats)
         if ran == "dense":
             path = "dense"  # for what is left, too
         outputs.append(y)
@@ -79,24 +82,31 @@ def _chunks(x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: 
 
 
 def _finish_chunk(
-    x: Tensor, path: str, block_rows: int, weights: WeightViews, stats: Stats | None
+    x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None
 ) -> tuple[Tensor, str]:
     """y [m, D] of one chunk and the path it took."""
     activated = weights.activate_selector(x)
-    automatic = path == "auto"
+    block_rows = decision.block_rows or DEFAULT_BLOCK_ROWS
+    automatic, reason = path == "auto", decision.reason
     if automatic:
-        path = cpu_choice.choose(activated, weights.site)
+        path, reason = decision.chunks.choose(activated)
     if path != "dense":
         active = activated.bool()
         count = int(torch.count_nonzero(active))
-        if automatic and not cpu_choice.still_pays(path, active, count, block_rows, weights.site):
-            path = "dense"
-    note_path(path, x, weights.site.neurons)
+        if automatic and not decision.chunks.still_pays(path, active, count, block_rows):
+            path, reason = "dense", f"{count / max(active.numel(), 1):.1%} of all pairs active"
+    _note(decision, path, reason, x, weights)
     if path == "row":
         return finish_row(x, activated, active, count, weights, stats), path
     if path == "block":
         return finish_block(x, activated, active, block_rows, weights, stats), path
     return finish_dense(x, activated, weights, stats), path
+
+
+def _note(decision: Decision, path: str, reason: str, x: Tensor, weights: WeightViews) -> None:
+    note_path(path, x, weights.site.neurons, reason=reason)
+    if decision.path == "auto" and decision.layer is not None:
+        decision.layer.note("forward", path, reason)
 
 
 def _chunk_tokens() -> int:

@@ -12,42 +12,28 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from .._ran import note_path
 from ..activations import Activation, largest_at_most
-from .args import PLAIN, FfnArgs
-from .cpu_choice import sparse_can_pay
-from .cpu_weights import CpuSite, site_of
-from .csr import SAMPLED_DOT_AVAILABLE, RowPattern, RowSums, sampled_dot
+from .args import PLAIN, Decision, FfnArgs
+from .cpu_weights import site_of
+from .csr import RowPattern, RowSums, sampled_dot
 from .dense import dense_backward
 
-# The share of active pairs up to which the active set is taken. Dense time over this one's, fp32, 2 Zen 3
-# cores, D 512 and 1024, H 4 D, 256 and 1,024 tokens, gated and not, `down` stored either way: 10% active 1.12
-# to 1.92, 12.5% 0.99 to 1.64, 15% 0.90 to 1.46, 20% 0.80 to 1.15. fp64: 3% 1.67 to 2.43, 5% 1.11 to 1.34.
-MAX_DENSITY = {torch.float32: 0.1, torch.float64: 0.03}
-
-# Tokens from which it is taken; more if a weight must be copied first. D 1024, H 4096, not gated, 10% active:
-# 16 tokens 1.9, but 0.6 with a copy of `down` in and one of its gradient out (13 ms each); 128 so 0.7.
-MIN_TOKENS, MIN_TOKENS_COPYING = 16, 256
-FEW_TOKENS = 4  # fewer are not worth a look
-MIN_HIDDEN = 128  # D 64, H 256, 8,192 tokens, 12.5% active: 0.78
+FEW_TOKENS = 4  # fewer run as stock PyTorch runs them
 
 CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chunks of 512 cost 18% more
 
-_SAMPLED_SHARE = 32  # one token in so many is looked at first: about 1% of the dense backward
-_SAMPLED_TOKENS = range(16, 65)
-_GOLDEN_RATIO = 0.6180339887498949
-
 
 def cpu_backward(
-    args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
+    args: FfnArgs, decision: Decision, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias), as `dense_backward` defines them.
 
-    It is also what runs where too many pairs are active to pay, and where something must see through the
-    operations: a compiler, a function transform, a second derivative. 16-bit operands are computed in
-    float32 and rounded once, but for very few and on CPUs that multiply 16-bit matrices in hardware.
+    decision: "row" computes them on the active pairs, "dense" does not. Where something must see through the
+    operations (a compiler, a function transform, a second derivative) `dense_backward` itself runs. 16-bit
+    operands are computed in float32 and rounded once, but for very few and on CPUs that multiply 16-bit
+    matrices in hardware.
     """
     if args.x.shape[0] < FEW_TOKENS or not _only_values_matter((*args[:-1], grad_y)):
         return dense_backward(args, grad_y, grad_l1, needed)
@@ -58,8 +44,8 @@ def cpu_backward(
         wide = torch.float32
     with torch.autocast("cpu", enabled=False):
         args = FfnArgs(*(None if t is None else t.to(wide) for t in args[:-1]), args.activation)
-        sparse = can_pay(args, site) and is_sparse(args)
-        note_path("row" if sparse else "dense", args.x, args.up.shape[0], "backward")
+        sparse = decision.path != "dense"
+        note_path("row" if sparse else "dense", args.x, args.up.shape[0], "backward", decision.reason)
         backward = _sparse_backward if sparse else dense_backward
         gradients = backward(args, grad_y.to(wide), grad_l1, needed)
     return tuple(None if gradient is None else gradient.to(dtype) for gradient in gradients)
@@ -109,7 +95,7 @@ class _Pairs:
         pre = torch.mm(args.selector, args.x.mT)
         if args.selector_bias is not None:
             pre += args.selector_bias.unsqueeze(1)
-        active = _active(pre, activation)
+        active = active_pairs(pre, activation)
         pattern = RowPattern.of(active, int(torch.count_nonzero(active)))
         pre = pre.view(-1).index_select(0, pattern.flat)
         self._args, self._grad_y, self._pattern = args, grad_y, pattern
@@ -161,7 +147,7 @@ class _Pairs:
         )
 
 
-def _active(pre: Tensor, activation: Activation) -> Tensor:
+def active_pairs(pre: Tensor, activation: Activation) -> Tensor:
     """bool, as `pre`; written so that a NaN is active."""
     return (pre <= largest_at_most(activation.threshold, pre.dtype)).logical_not_()
 
@@ -175,29 +161,3 @@ def _only_values_matter(tensors: tuple[Tensor | None, ...]) -> bool:
         or any(t is not None and type(t) not in PLAIN for t in tensors)
         or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     )
-
-
-def can_pay(args: FfnArgs, site: CpuSite) -> bool:
-    """Whether the active set of a block of this kind is worth looking for."""
-    tokens, hidden = args.x.shape
-    weights = (args.up, args.down.mT) if args.gate is None else (args.up, args.down.mT, args.gate)
-    copying = not all(weight.is_contiguous() for weight in weights)
-    return (
-        SAMPLED_DOT_AVAILABLE
-        and tokens >= (MIN_TOKENS_COPYING if copying else MIN_TOKENS)
-        and hidden >= MIN_HIDDEN
-        and sparse_can_pay(site)
-    )
-
-
-def is_sparse(args: FfnArgs) -> bool:
-    """Whether few enough pairs are active, from a sample of the tokens."""
-    tokens, neurons = args.x.shape[0], args.up.shape[0]
-    size = min(max(tokens // _SAMPLED_SHARE, _SAMPLED_TOKENS.start), _SAMPLED_TOKENS.stop - 1, tokens)
-    # Multiples of the golden ratio spread evenly, without a period that a batch of sequences might have too.
-    place = torch.arange(size, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO % 1
-    wide = torch.promote_types(args.x.dtype, torch.float32)
-    x = args.x.index_select(0, (place * tokens).long()).to(wide)
-    bias = None if args.selector_bias is None else args.selector_bias.to(wide)
-    active = _active(linear(x, args.selector.to(wide), bias), args.activation)
-    return int(torch.count_nonzero(active)) <= MAX_DENSITY[wide] * size * neurons

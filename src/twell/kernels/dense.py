@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -15,19 +19,41 @@ from .cpu_multiply import Form, form_for
 _FEW_TOKENS = 16  # more are faster through one copy of the weights (7 ms at H 4096, D 1024)
 
 
-def dense_forward(args: FfnArgs, record: bool, tuned: bool = False) -> FfnOutput:
+def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str = "") -> FfnOutput:
     """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable).
 
     Without `record`, x may be [..., D].
     tuned: on a CPU, products of few tokens may take the form that is fastest there, where only values matter.
+    reason: why it runs dense, for those who record paths.
     """
-    note_path("dense", args.x, args.up.shape[0])
+    note_path("dense", args.x, args.up.shape[0], reason=reason)
     if not record and args.x.device.type == "cpu" and _only_values_matter() and _are_plain(args):
         return FfnOutput(_forward_in_place(args, tuned))
-    activated = args.activation(linear(args.x, args.selector, args.selector_bias))
-    hidden = activated
-    if args.gate is not None:
-        hidden = activated * linear(args.x, args.up, args.up_bias)
+    return _finish(args, *_projections(args), record)
+
+
+def dense_forward_keeping(args: FfnArgs, record: bool, reason: str) -> tuple[FfnOutput, DenseActivations]:
+    """The same, and what `dense_backward` would have to compute again."""
+    note_path("dense", args.x, args.up.shape[0], reason=reason)
+    kept = _projections(args)
+    return _finish(args, *kept, record), kept
+
+
+class DenseActivations(NamedTuple):
+    """pre [M, H], of the activation; up [M, H], None without a gate."""
+
+    pre: Tensor
+    up: Tensor | None
+
+
+def _projections(args: FfnArgs) -> DenseActivations:
+    pre = linear(args.x, args.selector, args.selector_bias)
+    return DenseActivations(pre, None if args.gate is None else linear(args.x, args.up, args.up_bias))
+
+
+def _finish(args: FfnArgs, pre: Tensor, up: Tensor | None, record: bool) -> FfnOutput:
+    activated = args.activation(pre)
+    hidden = activated if up is None else activated * up
     y = _project_down(hidden, args.down, args.down_bias)
     if not record:
         return FfnOutput(y)
@@ -38,19 +64,23 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False) -> FfnOutput
 
 
 def dense_backward(
-    args: FfnArgs, grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
+    args: FfnArgs,
+    grad_y: Tensor | None,
+    grad_l1: Tensor | None,
+    needed: FfnArgs,
+    kept: DenseActivations | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias) from recomputed activations.
+    """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias).
 
     grad_y:   [M, D] or None, where y has no part in the loss: then neither `down` nor `down_bias` gets one.
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
+    kept:     from `dense_forward_keeping`; None: computed again.
     Every operation is a traceable torch op, so a compiled backward fuses it.
     """
     x, gate, activation = args.x, args.gate, args.activation
-    pre = linear(x, args.selector, args.selector_bias)
+    pre, up = _projections(args) if kept is None else kept
     activated = activation(pre)
-    up = linear(x, args.up, args.up_bias) if gate is not None else None
     hidden = activated if gate is None else activated * up
     grad_down = grad_y.mT @ hidden if needed.down and grad_y is not None else None
     grad_down_bias = grad_y.sum(0) if needed.down_bias and grad_y is not None else None
@@ -93,27 +123,42 @@ def _grad_hidden(
     return from_l1 if from_y is None else from_y + from_l1
 
 
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear, or what computes the same
+
+
+def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product] | None:
+    """How selector, up and down are multiplied where only values matter; None where that is no matter of
+    operands of this kind alone.
+
+    tuned: on a CPU, in the form that is fastest there.
+    """
+    if not _are_plain(args) or reads_badly(args.down):
+        return None
+    if not tuned or args.x.device.type != "cpu":
+        return linear, linear, linear
+    return tuple(linear if form is None else partial(_project, form) for form in _forms(args))
+
+
 def _forward_in_place(args: FfnArgs, tuned: bool) -> Tensor:
     """y [..., D], the same numbers from fewer buffers. Next to nothing is done between products: threads that
     have gone to sleep meanwhile take 50 us to wake."""
     select, up, down = _forms(args) if tuned else (None, None, None)
-    hidden = args.activation.apply_(_project(args.x, args.selector, args.selector_bias, select))
+    hidden = args.activation.apply_(_project(select, args.x, args.selector, args.selector_bias))
     if args.gate is not None:
-        hidden.mul_(_project(args.x, args.up, args.up_bias, up))
+        hidden.mul_(_project(up, args.x, args.up, args.up_bias))
     if down is None:
         return _project_down(hidden, args.down, args.down_bias)
-    return _project(hidden, args.down, args.down_bias, down)
+    return _project(down, hidden, args.down, args.down_bias)
 
 
 def _forms(args: FfnArgs) -> tuple[Form | None, ...]:
     """How selector, up and down are multiplied; None where F.linear does it best."""
     x, features = args.x, max(args.x.shape[-1], 1)
     tokens = x.numel() // features
-    weights = (args.selector, args.up, args.down)
-    return tuple(form_for(tokens, weight) for weight in weights)
+    return form_for(tokens, args.selector), form_for(tokens, args.up), form_for(tokens, args.down)
 
 
-def _project(x: Tensor, weight: Tensor, bias: Tensor | None, form: Form | None) -> Tensor:
+def _project(form: Form | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if form is None:
         return linear(x, weight, bias)
     product = form(x.reshape(-1, x.shape[-1]), weight)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .._checks import reject
+from ..crossover.gpu import Shape, store
 from ..functional import ffn
-from ..kernels.gpu.limits import Shape, store
 from ..plan import Plan
 from .ffn import stock_dense
 from .timing import compare

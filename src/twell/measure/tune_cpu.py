@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..kernels.cpu_choice import MANY_TOKENS, PROBE_BUCKETS, remeasure, sparse_can_pay
+from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
 from ..kernels.cpu_multiply import FEW_TOKENS
 from ..kernels.cpu_multiply import remeasure as remeasure_form
 from ..kernels.cpu_weights import CpuSite
+from ..policy.cpu import sparse_can_pay
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

@@ -2,8 +2,44 @@
 
 from __future__ import annotations
 
+from ..args import FfnArgs
+from .numbers import cdiv
+
 DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list
+FEW_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
+ROUNDS = 3  # of the backward, each with room for that part of the neurons
+_INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
+_PLACES = 1 << 23  # rows of the pool that `places` can tell apart
+
+
+def out_of_reach(args: FfnArgs) -> str | None:
+    """Why the kernels cannot run this call, if they cannot: nothing to compute, or indices too large."""
+    tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
+    if min(tokens, neurons, outputs) == 0:
+        return "there is nothing to compute"
+    wide = max(outputs, args.x.shape[1])
+    if max(neurons * wide, max(neurons, wide) * DEFAULT_ROWS) >= _INDEX_LIMIT:
+        return f"H x D = {neurons} x {wide} passes 32-bit indices"
+    return None
+
+
+def out_of_reach_of_training(args: FfnArgs, rows: int) -> str | None:
+    """The same for the backward, on blocks of `rows` tokens."""
+    reason = out_of_reach(args)
+    if reason is not None:
+        return reason
+    tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]
+    if not fits(tokens, neurons, rows):
+        return f"{tokens} tokens of {neurons} neurons pass the backward's indices"
+    if outputs * args.x.dtype.itemsize % 16:
+        return f"{outputs} outputs are no multiple of 16 bytes"
+    return None
+
+
+def fits(tokens: int, neurons: int, rows: int) -> bool:
+    """Whether the indices of the backward's kernels reach; rows: tokens per block."""
+    return cdiv(tokens, rows) * cdiv(cdiv(neurons, 128), ROUNDS) * 128 < _PLACES
 
 
 def list_sizes(tokens: int, neurons: int, rows: int) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..launch import launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
+from ..sizes import ROUNDS
 from ..target import Target, target_of
 from .crowded import crowded_counter
 from .hidden import combine
@@ -35,13 +36,11 @@ from .rounds import plan_rounds
 from .tiles import backward_tiles
 from .weights import bias_sums, frequent_weights, rare_weights
 
-ROUNDS = 3
 # A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
 # dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to six
 # times as often is a matter of what fills the device; see `order_neurons`.
 RARE = 256
 _CANDIDATES = 6
-_PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 _COUNT_NEURONS, _COUNT_BLOCKS = 32, 128
 _PER_PROCESSOR = 8  # programs of kernels that go element by element
 
@@ -73,11 +72,6 @@ class Gradients:
     select_bias: Tensor | None
     up_bias: Tensor | None
     add: bool = False
-
-
-def fits(tokens: int, neurons: int, rows: int) -> bool:
-    """Whether the indices of the kernels reach; rows: tokens per block."""
-    return cdiv(tokens, rows) * cdiv(cdiv(neurons, 128), ROUNDS) * 128 < _PLACES
 
 
 class BackwardStages:

@@ -1,9 +1,8 @@
-"""Which path finishes a chunk of tokens on the CPU, from how many neurons are active.
+"""Up to which share of active neurons the CPU's sparse paths beat the dense finish: measured here.
 
 At D 1024, H 4096 in fp32 the row path breaks even near 15% active neurons on 2 Zen 3 cores and near 7% on 16
 Sapphire Rapids cores. So the limits are measured (`cpu_probe`) the first time a call of their kind (dtype,
-layout, size, threads) has to choose. Paths round differently in the last bit; name one in a `Plan` where
-results must not depend on the machine.
+layout, size, threads) has to choose.
 """
 
 from __future__ import annotations
@@ -16,20 +15,11 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from . import cpu_probe
-from .args import FfnArgs
-from .cpu_paths import finish_block, finish_dense, finish_row, finish_single_row
-from .cpu_probe import least_seconds, measure_again, probe_numbers
-from .cpu_weights import CpuSite, WeightViews
-
-# What a core does on the dense finish, fp32: reads 10 GB/s of cold weights (2 Zen 3 cores 15 in all, 16
-# Sapphire Rapids cores 180), multiplies at 60 GFLOP/s (139 and 900 in all).
-_READ_BYTES_PER_CORE = 10e9
-_FLOPS_PER_CORE = 60e9
-# The least that there must be to save, from reading weights or from multiplying. Looking costs 60 us for one
-# token and up to 200 for many, where threads go to sleep between products (2 Zen 3 cores).
-_WORTH_LOOKING_SECONDS = 0.8e-3
-_MANY_WORTH_LOOKING_SECONDS = 1.5e-3
+from ..kernels import cpu_probe
+from ..kernels.args import FfnArgs
+from ..kernels.cpu_paths import finish_block, finish_dense, finish_row, finish_single_row
+from ..kernels.cpu_probe import least_seconds, measure_again, probe_numbers
+from ..kernels.cpu_weights import CpuSite, WeightViews
 
 _LIMIT_CEILING = 0.25  # the probes end at 10%: do not extrapolate far beyond
 _MARGIN = 0.9  # a sparse path must be expected to take at most this share of the dense time
@@ -40,47 +30,6 @@ PROBE_UNION = 0.25  # share of neurons that the block path is probed with
 PROBE_BUCKETS = (1, 4, 16, 64, 256)  # tokens that stand for themselves and all up to the next
 _COLD_TOKENS = 64  # below, weights come from memory, so a probe rotates among several sets
 MANY_TOKENS = 64  # the block path needs full blocks
-
-# Tokens of a chunk that are looked at before all are: at D 256, H 1024, 64 tokens a look at all is 5% of the
-# dense block, at these 1%.
-_SAMPLED_TOKENS = 8
-_WHOLE_OVER_SAMPLE = 1.15  # a little above the limit the row path loses less than was spent on looking
-
-
-def sparse_can_pay(site: CpuSite) -> bool:
-    """Whether the products that sparsity may save take longer than looking for it costs.
-
-    Never with 16-bit matrix units: 16 Sapphire Rapids cores, bf16, 2048 tokens, 1% active 0.88x.
-    """
-    if site.native_16_bit:
-        return False
-    weights = (2 if site.gated else 1) * site.hidden * site.neurons
-    reading = weights * site.dtype.itemsize / (_READ_BYTES_PER_CORE * site.threads)
-    multiplying = 2 * site.tokens * weights / (_FLOPS_PER_CORE * site.threads)
-    return reading >= _WORTH_LOOKING_SECONDS or multiplying >= _MANY_WORTH_LOOKING_SECONDS
-
-
-def choose(activated: Tensor, site: CpuSite) -> str:
-    """ "row", "block" or "dense" for one chunk, from a look at a few of its tokens; activated [m, H]."""
-    tokens, neurons = activated.shape
-    sample = activated[:: max(tokens // _SAMPLED_TOKENS, 1)].bool()
-    density = int(torch.count_nonzero(sample)) / max(sample.numel(), 1)
-    if density <= row_limit(site):
-        return "row"
-    if tokens < MANY_TOKENS or density > PROBE_UNION:  # a union is at least as large
-        return "dense"
-    if int(torch.count_nonzero(sample.any(dim=0))) > PROBE_UNION * neurons or not block_pays(site):
-        return "dense"
-    return "block"
-
-
-def still_pays(path: str, active: Tensor, count: int, block_rows: int, site: CpuSite) -> bool:
-    """Whether `path` is right for a whole chunk, too; active: bool [m, H] with `count` True entries."""
-    tokens, neurons = active.shape
-    if path == "row":
-        return count <= _WHOLE_OVER_SAMPLE * row_limit(site) * tokens * neurons
-    unions = [active[start : start + block_rows].any(dim=0) for start in range(0, tokens, block_rows)]
-    return sum(int(union.sum()) for union in unions) <= PROBE_UNION * neurons * len(unions)
 
 
 def row_limit(site: CpuSite) -> float:

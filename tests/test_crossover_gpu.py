@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from twell._files import CACHE_VARIABLE
-from twell.kernels.gpu import limits
+from twell.crossover import gpu as limits
 from twell.measure.tune import crossing, tune
 
 SHAPE = limits.Shape(2048, 5632, True)

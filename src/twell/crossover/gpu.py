@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from ..._files import cache_folder, write_atomically
-from ..._version import __version__
+from .._files import cache_folder, write_atomically
+from .._version import __version__
 
 # tokens -> share, measured in CUDA graphs on an H200 and set a little lower. Few tokens: at D 2048 sparse
 # pays up to about 0.7, with 33 to 64 tokens up to 0.4. Wide layers leave no room for x of more than 16 tokens

@@ -1,0 +1,274 @@
+"""What is known of a layer: how active it is, how it trains, what ran last and why, and its prepared calls.
+
+A `SparseMLP` owns its state. Bare `ffn` calls and the registered ops find theirs by the weight that selects
+neurons (the gate's, or `up` without one): by its storage and its place there, weakly, so that a layer that is
+freed takes what was known of it along.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
+
+LOOK_AGAIN = 64  # calls between readings, in the long run
+_MOST_PREPARED = 64  # shapes of x per layer; beyond, all are prepared again
+_log = logging.getLogger("twell")
+
+
+class Reading:
+    """How active a layer is in calls of one kind, read from the device without ever waiting for it.
+
+    The sparse kernels count active neurons anyway. Now and then a call copies those counts to the host behind
+    the kernels that wrote them; a later call picks them up if they have arrived. A reading is due after 1, 2,
+    4, ... calls, then at a fixed interval.
+
+    ran:       whether the layer has run sparse before: only then are its kernels loaded, as a capture needs.
+    sparse:    whether training steps run on the active set.
+    switches:  how often that has changed.
+    """
+
+    __slots__ = ("_calls", "_next", "_pending", "_share", "ran", "sparse", "switches")
+
+    def __init__(self) -> None:
+        self._share: float | None = None
+        self._pending: tuple[Tensor, int] | None = (
+            None  # counts on the host, and their sum if all were active
+        )
+        self._calls, self._next = 0, 1
+        self.ran = self.sparse = False
+        self.switches = 0
+
+    @property
+    def share(self) -> float | None:
+        """The last known share of active neurons (in blocks of tokens), None before the first reading.
+
+        Looks at host memory only, so it may be asked while a CUDA graph is being captured.
+        """
+        if self._pending is not None:
+            counts, slots = self._pending
+            if bool((counts >= 0).all()):
+                self._share, self._pending = float(counts.sum()) / slots, None
+        return self._share
+
+    def is_due(self, interval: int = LOOK_AGAIN) -> bool:
+        """Count a call; whether it should run sparse and be read.
+
+        interval: calls between readings in the long run.
+        """
+        self._calls += 1
+        if self._calls < self._next:
+            return False
+        self._next = min(2 * self._calls, (self._calls // interval + 1) * interval)
+        _ = self.share  # a reading that has arrived makes room for the next
+        return self._pending is None
+
+    @property
+    def calls_ahead(self) -> int:
+        """How many more calls come before the next reading is due."""
+        return max(self._next - self._calls - 1, 0)
+
+    def count(self, calls: int) -> None:
+        """Calls that were made without asking `is_due`."""
+        self._calls += calls
+
+    def take(self, counts: Tensor, slots: int) -> None:
+        """Read `counts`, active neurons per block or tile; slots: their sum if all were active."""
+        # Counts are never negative: the reading has arrived when no -1 is left.
+        host = torch.full(counts.shape, -1, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda)
+        host.copy_(counts, non_blocking=True)
+        self._pending = (host, slots)
+
+    def trains_sparse(self, enter: float, leave: float, layer: str) -> bool:
+        """Whether steps should run sparse: once the share is at most `enter`, until it is above `leave`.
+
+        layer: what a log line calls it.
+        """
+        share = self.share
+        if share is not None and (share <= (leave if self.sparse else enter)) != self.sparse:
+            self.sparse = not self.sparse
+            self.switches += 1
+            name = "sparse" if self.sparse else "dense"
+            _log.info(
+                "training switches to %s: %.1f%% of the neurons are active in %s", name, 100 * share, layer
+            )
+        return self.sparse
+
+
+class Kind(NamedTuple):
+    """Calls that share a reading.
+
+    tokens: rounded up to a power of two.
+    """
+
+    training: bool
+    device: torch.device
+    tokens: int
+
+
+class Outcome(NamedTuple):
+    """What was decided for a call: its path, why, and what it goes by; order: of all outcomes."""
+
+    path: str
+    reason: str
+    reading: Reading | None
+    order: int
+
+
+class LayerState:
+    """What is known of one layer.
+
+    prepared:  by the shape of x, what later calls may repeat without deciding again (`PreparedDense`).
+    ran:       by phase ("forward", "backward"), what was decided last.
+    size:      neurons and features, once known.
+    """
+
+    __slots__ = ("__weakref__", "_readings", "prepared", "ran", "size")
+
+    def __init__(self) -> None:
+        self._readings: dict[Kind, Reading] = {}
+        self.prepared: dict[torch.Size, Any] = {}
+        self.ran: dict[str, Outcome] = {}
+        self.size: tuple[int, int] | None = None
+        _alive[next(_serial)] = self
+
+    def note(self, phase: str, path: str, reason: str, reading: Reading | None = None) -> None:
+        self.ran[phase] = Outcome(path, reason, reading, next(_serial))
+
+    def reading(self, weight: Tensor, tokens: int, training: bool) -> Reading:
+        """That of calls with so many tokens; weight: the one that selects neurons, [H, D]."""
+        kind = Kind(training, weight.device, 1 << max(tokens - 1, 0).bit_length())
+        found = self._readings.get(kind)
+        if found is None:
+            self.size = tuple(weight.shape)
+            found = self._readings[kind] = Reading()
+        return found
+
+    def readings(self) -> dict[Kind, Reading]:
+        return dict(self._readings)
+
+    def keep_prepared(self, shape: torch.Size, call: Any) -> None:
+        before = self.prepared.pop(shape, None)
+        if before is not None:
+            before.settle()
+        if len(self.prepared) >= _MOST_PREPARED:
+            dropped, self.prepared = self.prepared, {}
+            for other in dropped.values():
+                other.settle()
+        self.prepared[shape] = call
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
+        return LayerState()  # a copy is another layer
+
+    def __reduce__(self) -> tuple[type[LayerState], tuple[()]]:
+        return LayerState, ()
+
+
+_serial = itertools.count()
+_alive: weakref.WeakValueDictionary[int, LayerState] = weakref.WeakValueDictionary()
+
+# Storage -> entries by place. A storage is one object for all tensors that share it: views and aliases that
+# are made for every call find what is known. (A weak reference to a tensor would forbid `swap_tensors`.)
+_by_storage: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+_IN_A_ROW = 4
+
+
+class _Entry:
+    """lookups: how often it was found; a list, since it may outlive the entry. shared: whether the state is
+    that of all temporaries."""
+
+    __slots__ = ("lookups", "shared", "state")
+
+    def __init__(self, state: LayerState, shared: bool) -> None:
+        self.state, self.shared, self.lookups = state, shared, [0]
+
+
+class _Temporaries:
+    """Weights that are made for every call, as casts inside a compiled graph are: those of one kind share a
+    state, since nothing tells their layers apart."""
+
+    def __init__(self) -> None:
+        self._state = LayerState()
+        self._last: weakref.ref | None = None
+        self._last_lookups: list[int] = []
+        self._in_a_row = 0
+
+    def entry_for(self, storage: torch.UntypedStorage) -> _Entry:
+        """Of a weight not seen before: its own state, unless several before it lived for one call each."""
+        if self._last is not None:
+            one_call = self._last() is None and self._last_lookups == [1]
+            self._in_a_row = self._in_a_row + 1 if one_call else 0
+        shared = self._in_a_row >= _IN_A_ROW
+        entry = _Entry(self._state if shared else LayerState(), shared)
+        self._last, self._last_lookups = weakref.ref(storage), entry.lookups
+        return entry
+
+
+@lru_cache(maxsize=256)
+def _temporaries(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Temporaries:
+    return _Temporaries()
+
+
+def layer_of(weight: Tensor) -> LayerState:
+    """The state of the layer whose neurons `weight` [H, D] selects."""
+    storage = weight.untyped_storage()
+    places = _by_storage.get(storage)
+    if places is None:
+        places = _by_storage[storage] = {}
+    place = weight.storage_offset(), weight.shape, weight.stride()
+    entry = places.get(place)
+    if entry is None:
+        if type(weight) is Parameter:
+            entry = _Entry(LayerState(), shared=False)
+        else:
+            entry = _temporaries(weight.shape, weight.dtype, weight.device).entry_for(storage)
+        places[place] = entry
+    entry.lookups[0] += 1
+    if entry.shared and entry.lookups[0] > 1:  # it stays, after all
+        entry.state, entry.shared = LayerState(), False
+    return entry.state
+
+
+def known_layer(weight: Tensor) -> LayerState | None:
+    """The same, but None where nothing is known."""
+    places = _by_storage.get(weight.untyped_storage()) or {}
+    entry = places.get((weight.storage_offset(), weight.shape, weight.stride()))
+    return None if entry is None else entry.state
+
+
+class TrainingState(NamedTuple):
+    """How a layer trains now, on a GPU. (On a CPU every step decides anew.)
+
+    layer:     its size, tokens per call (rounded up to a power of two) and device.
+    sparse:    whether its steps run on the active set.
+    share:     the share of neurons that was active in a block of tokens when last looked at; None before.
+    switches:  how often it has changed between dense and sparse.
+    """
+
+    layer: str
+    sparse: bool
+    share: float | None
+    switches: int
+
+
+def training_states() -> list[TrainingState]:
+    """How every layer trains that automatic plans have decided about, in the order of their first steps."""
+    return [
+        TrainingState(kind_name(state.size, kind), reading.sparse, reading.share, reading.switches)
+        for _, state in sorted(_alive.items())
+        for kind, reading in state.readings().items()
+        if kind.training
+    ]
+
+
+def kind_name(size: tuple[int, int], kind: Kind) -> str:
+    neurons, features = size
+    return f"D {features}, H {neurons}, {kind.tokens:,} tokens on {kind.device}"

@@ -1,0 +1,188 @@
+"""Sparse or dense on a GPU: by the work of a call and by how active its layer is, without waiting for it."""
+
+from __future__ import annotations
+
+import torch
+
+from .._log import log_once
+from ..crossover.gpu import Shape, share_limit
+from ..kernels.args import Decision, FfnArgs
+from ..kernels.gpu.operands import is_neuron_major
+from ..kernels.gpu.sizes import DEFAULT_ROWS, FEW_TOKENS, out_of_reach, out_of_reach_of_training
+from ..kernels.gpu.target import target_of
+from ..layer_state import LOOK_AGAIN, LayerState
+
+# Launched one by one from Python, our kernels take the host longer than dense takes the GPU for less work
+# than this (0.34 to 0.59 ms of launches on a slow host, against 0.42 ms of dense at 4,096 tokens, D 2048,
+# H 5632: 0.28e12 operations). Inside a CUDA graph launches are free.
+EAGER_OPERATIONS = 5e11
+
+# Inside a CUDA graph: 1,024 tokens at D 2048, H 5632. With less work sparse was seen to lose.
+GRAPH_OPERATIONS = 7e10
+
+# Operations of a forward pass below which training steps stay dense, 7,200 tokens at D 2048, H 5632. Measured
+# on both sides only: 4,096 tokens 0.5x to 0.67x (the host launches longer than dense runs), 16,384 from 2.2x
+# to 3.6x.
+TRAINING_OPERATIONS = 5e11
+
+# Shares of active neurons (of the union of a block) up to which a training step is faster sparse: on an H200
+# (D 2048, H 5632, 16,384 tokens) 1.33x at 0.49, 0.8x with all active.
+_ENTER, _LEAVE = 0.6, 0.65
+
+# Calls between readings of a layer whose eager calls run dense: a reading takes as long as ten of them, and
+# only a capture will want it.
+_SELDOM = 1024
+
+# More calls that nobody counts; then limits are looked up again, which tuning may have changed.
+UNREAD = 63
+
+# A block that is not gated has a slower down kernel: not measured with everything active.
+_PLAIN_LIMIT = 0.5
+
+_READ = "a reading: how active the layer is has to be seen now and then"
+
+
+def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
+    """What an automatic plan does with a call. Now and then one of a kind that may pay runs sparse to be
+    read, whatever is known."""
+    capturing = torch.cuda.is_current_stream_capturing()
+    reason = why_out_of_reach(args, training=False)
+    limit = 0.0
+    if reason is None:
+        limit, reason = _limit(args)
+    if limit <= 0:
+        return Decision("dense", 0, "dense", reason, ahead=0 if capturing else UNREAD, layer=layer)
+    reading = layer.reading(args.selector, args.x.shape[0], training=False)
+    pays = operations(args) >= EAGER_OPERATIONS
+    known = _known(reading.share, limit)
+    fits = limit >= 1 or (reading.share is not None and reading.share <= limit)
+    block = Decision("block", block_rows, "gpu", known, reading=reading, layer=layer)
+    dense = Decision("dense", 0, "dense", known, layer=layer)
+    if capturing:
+        if not fits:
+            return dense
+        if not reading.ran:
+            return dense._replace(reason="captured before it ever ran sparse: warm it up before capturing")
+        return block
+    if not (pays and limit >= 1) and reading.is_due(LOOK_AGAIN if pays else _SELDOM):
+        reading.ran = True
+        return block._replace(reason=_READ, read=True)
+    if not pays:
+        reason = "launching takes longer than so few tokens; a CUDA graph would run by its readings"
+        return dense._replace(reason=reason, reading=reading, ahead=reading.calls_ahead)
+    if not fits:
+        return dense
+    reading.ran = True
+    return block
+
+
+def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
+    """What an automatic plan does with a training step; counts it.
+
+    hooked: whether someone watches what is saved for the backward. A checkpoint does, and wants the same when
+    the block is computed again: "auto" then decides inside, where the same is saved either way.
+    """
+    dense = Decision("dense", block_rows, "dense", _why_training_cannot_pay(args) or "", layer=layer)
+    if dense.reason:
+        return dense._replace(ahead=UNREAD)
+    if hooked:
+        return Decision("auto", block_rows, "gpu", "inside a checkpoint", layer=layer)
+    reading = layer.reading(args.selector, args.x.shape[0], training=True)
+    capturing = torch.cuda.is_current_stream_capturing()
+    due = not capturing and reading.is_due()
+    neurons, features = args.selector.shape
+    name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
+    sparse = reading.trains_sparse(_ENTER, _LEAVE, name)
+    reason = _READ if due else _known(reading.share, _LEAVE if sparse else _ENTER)
+    if due or sparse:
+        return Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)
+    ahead = 0 if capturing else reading.calls_ahead
+    return dense._replace(reason=reason, reading=reading, ahead=ahead)
+
+
+def row_or_block(args: FfnArgs, decision: Decision, training: bool, record: bool) -> Decision:
+    """The row path where it can do it, else the block path."""
+    if training:
+        log_once("training on the block path instead of 'row', which has no backward of its own")
+        return decision._replace(path="block", reason="not 'row': it has no backward of its own")
+    reason = None
+    if args.x.dtype == torch.float32:
+        reason = "its words hold 16-bit values, not float32"
+    elif record:
+        reason = "statistics come from the block path"
+    if reason is None:
+        return decision
+    log_once(f"running the block path instead of 'row': {reason}")
+    return decision._replace(path="block", block_rows=0, reason=f"not 'row': {reason}")
+
+
+def why_out_of_reach(args: FfnArgs, training: bool, rows: int = DEFAULT_ROWS) -> str | None:
+    """Why the kernels cannot run this call, on blocks of `rows` tokens; logged, unless there is no work."""
+    reason = out_of_reach_of_training(args, rows) if training else out_of_reach(args)
+    if reason is not None and args.x.shape[0] and args.up.shape[0] and args.down.shape[0]:
+        log_once(f"{'training' if training else 'running'} dense: {reason}")
+    return reason
+
+
+def operations(args: FfnArgs) -> int:
+    """Of a dense forward pass."""
+    matrices = 2 if args.gate is None else 3
+    return 2 * matrices * args.x.shape[0] * args.selector.numel()
+
+
+def _known(share: float | None, limit: float) -> str:
+    if limit >= 1:
+        return "so many tokens run sparse however active the layer is"
+    if share is None:
+        return "how active the layer is is not known yet"
+    return f"{share:.1%} of the neurons active in a block of tokens, sparse pays up to {limit:.0%}"
+
+
+def _limit(args: FfnArgs) -> tuple[float, str]:
+    """The share of active neurons up to which this call should run sparse, and why if that is 0: never."""
+    neurons, hidden = args.selector.shape
+    if args.x.dtype == torch.float32:
+        return 0.0, "float32 products run on tensor cores at reduced precision or not at all"
+    tokens = args.x.shape[0]
+    gated = args.gate is not None
+    if operations(args) < EAGER_OPERATIONS and not is_neuron_major(args.down):
+        reason = (
+            "`down` is not neuron-major (down.mT contiguous), and transposing it would cost more than the "
+            "sparsity saves"
+        )
+        log_once(f"running dense for few tokens: {reason}")
+        return 0.0, reason
+    target = target_of(args.x.device)
+    # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
+    # features, with few tokens or with much work. Anything else has to be tuned.
+    much = operations(args) >= GRAPH_OPERATIONS
+    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or much)
+    limit = share_limit(target.name, measured, Shape(hidden, neurons, gated), tokens)
+    if limit <= 0 and not target.hopper:
+        reason = (
+            f"on {target.name} where sparse pays is not known; "
+            f"`twell tune --hidden {hidden} --neurons {neurons}` measures it"
+        )
+        log_once(f"running dense: {reason}")
+        return 0.0, reason
+    reason = f"where sparse pays was not measured for {tokens:,} tokens at D {hidden}"
+    if tokens > FEW_TOKENS and not much:
+        reason = f"{tokens:,} tokens are too little work for the block path, and too many for decode"
+    return (limit if gated else min(limit, _PLAIN_LIMIT)), reason
+
+
+def _why_training_cannot_pay(args: FfnArgs) -> str | None:
+    """Measured were Hopper's own kernels, with more work than launches take."""
+    x = args.x
+    if x.dtype == torch.float32:
+        return "float32 products run on tensor cores at reduced precision or not at all"
+    reason = why_out_of_reach(args, training=True)
+    if reason is not None:
+        return reason
+    if operations(args) < TRAINING_OPERATIONS:
+        return "launching takes longer than so few tokens"
+    if not target_of(x.device).hopper:
+        return "sparse training was measured on Hopper only"
+    if x.shape[1] % 64 or args.down.shape[0] % 64:
+        return "Hopper's kernels take whole steps of 64 features"
+    return None

@@ -1,0 +1,118 @@
+"""What ran in each layer, and why, as `twell.explain` tells it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+import twell
+from twell import Plan, SparseMLP, policy
+
+
+def model(**options):
+    torch.manual_seed(0)
+    mlps = {"small": SparseMLP(16, 32), "named": SparseMLP(16, 32, gated=False, plan=Plan(path="row"))}
+    return nn.ModuleDict({**mlps, **options})
+
+
+def test_before_anything_ran():
+    explained = twell.explain(model())
+    assert [layer.layer for layer in explained] == ["small", "named"]
+    assert [layer.forward for layer in explained] == [None, None]
+    assert "not been called" in str(explained)
+    assert str(twell.explain(nn.Linear(2, 2))) == "no SparseMLP found"
+
+
+def test_paths_and_reasons():
+    layers = model()
+    x = torch.randn(20, 16)
+    with torch.no_grad():
+        for mlp in layers.values():
+            for _ in range(3):
+                mlp(x)
+    small, named = twell.explain(layers)
+    assert (small.hidden, small.neurons, small.plan, small.forward) == (16, 32, "auto", "dense")
+    assert "too little work" in small.reason
+    assert (named.plan, named.forward, named.backward) == ("row", "row", None)
+    assert named.reason == "the plan names it"
+    table = str(twell.explain(layers)).splitlines()
+    assert table[0].split() == ["layer", "D", "x", "H", "plan", "ran", "active", "why"]
+    assert table[2].split()[:6] == ["named", "16", "x", "32", "row", "row"]
+
+
+def test_chunks_and_backwards(monkeypatch):
+    monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+    layers = model()
+    with torch.no_grad():
+        layers["small"](torch.randn(20, 16))
+    layers["named"](torch.randn(20, 16)).sum().backward()
+    small, named = twell.explain(layers)
+    assert small.forward == "dense"
+    assert "rows pay up to 13.0%" in small.reason  # half of the neurons fire
+    assert (named.forward, named.backward) == ("row", "dense")
+
+
+def test_what_a_compiled_graph_knows(fresh_compiler):
+    mlp = SparseMLP(16, 32, plan=Plan(path="row")).requires_grad_(False)
+    torch.compile(mlp, backend="eager", fullgraph=True)(torch.randn(3, 16))
+    (layer,) = twell.explain(mlp)
+    assert (layer.layer, layer.forward) == ("", "row")
+    assert str(twell.explain(mlp)).splitlines()[1].startswith("(model)")
+
+
+def test_a_copy_explains_itself():
+    mlp = SparseMLP(16, 32)
+    mlp(torch.randn(3, 16))
+    assert twell.explain(copy.deepcopy(mlp))[0].forward is None
+
+
+def test_readings_of_a_gpu_are_shown():
+    mlp = SparseMLP(16, 32)
+    mlp(torch.randn(3, 16))
+    mlp._layer.reading(mlp.gate_proj.weight, 3, training=False).take(torch.tensor([8]), 32)
+    (layer,) = twell.explain(mlp)
+    assert layer.active == 0.25
+    assert "25.0%" in str(twell.explain(mlp))
+
+
+def test_blocks_that_run_through_their_modules():
+    mlp = SparseMLP(16, 32, plan=Plan(path="row")).requires_grad_(False)
+    mlp(torch.randn(3, 16))
+    mlp.up_proj.register_forward_hook(lambda *_: None)
+    mlp(torch.randn(3, 16))
+    (layer,) = twell.explain(mlp)
+    assert layer.forward == "dense"
+    assert "hooked" in layer.reason
+
+
+def test_transforms():
+    mlp = SparseMLP(16, 32, plan=Plan(path="row")).requires_grad_(False)
+    torch.func.vmap(mlp)(torch.randn(2, 3, 16))
+    assert "torch.func" in twell.explain(mlp)[0].reason
+
+
+def test_the_last_call_counts(monkeypatch):
+    """A dense one that is prepared, after a sparse one of another shape; inference after training."""
+    monkeypatch.setattr(policy.cpu, "sparse_can_pay", lambda site: site.tokens > 8)
+    monkeypatch.setattr("twell.policy.resolution.sparse_can_pay", lambda site: site.tokens > 8)
+    monkeypatch.setattr(policy.cpu, "row_limit", lambda site: 1.0)
+    mlp = SparseMLP(16, 32).requires_grad_(False)
+    few, many = torch.randn(3, 16), torch.randn(20, 16)
+    for x, path in ((few, "dense"), (many, "row"), (few, "dense"), (many, "row")):
+        mlp(x)
+        assert twell.explain(mlp)[0].forward == path
+    mlp.requires_grad_().plan = Plan(path="row")
+    mlp(many).sum().backward()
+    assert twell.explain(mlp)[0].backward == "dense"
+    with torch.no_grad():
+        mlp(many)
+    assert twell.explain(mlp)[0].backward is None
+
+
+def test_second_derivatives_are_seen():
+    mlp = SparseMLP(16, 32, plan=Plan(path="row"))
+    x = torch.randn(3, 16, requires_grad=True)
+    torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
+    assert twell.explain(mlp)[0].backward == "dense"

@@ -1,0 +1,289 @@
+"""What automatic plans do with a call, for a Hopper GPU that is not there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from twell._files import CACHE_VARIABLE
+from twell.activations import Activation
+from twell.crossover import gpu as crossover
+from twell.kernels.args import FfnArgs
+from twell.kernels.gpu.target import Target
+from twell.layer_state import LayerState
+from twell.policy import Resolution, decide, decide_backward, decide_inside, gpu
+
+HOPPER = Target(name="a Hopper", capability=(9, 0), processors=132, shared_memory=1 << 17)
+AMPERE = Target(name="an Ampere", capability=(8, 0), processors=108, shared_memory=1 << 17)
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch, tmp_path):
+    """A device whose properties a test may set: target, capturing."""
+
+    class Device:
+        target, capturing = HOPPER, False
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Device.capturing)
+    monkeypatch.setattr(gpu, "target_of", lambda _: Device.target)
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    crossover._tuned.cache_clear()
+    yield Device
+    crossover._tuned.cache_clear()
+
+
+@pytest.fixture
+def layer():
+    return LayerState()
+
+
+D, H = 2048, 5632
+PREFILL, BETWEEN = 8192, 4096
+DENSE, READ, SPARSE = "dense", "read", "sparse"
+
+
+def call(tokens, neuron_major=True, gated=True, hidden=D, neurons=H, dtype=torch.bfloat16):
+    def empty(*shape):
+        return torch.empty(*shape, device="meta", dtype=dtype)
+
+    down = empty(neurons, hidden).mT if neuron_major else empty(hidden, neurons)
+    gate = empty(neurons, hidden) if gated else None
+    return FfnArgs(empty(tokens, hidden), empty(neurons, hidden), down, gate, None, None, None, Activation())
+
+
+def decision_of(args, layer, training=False, hooked=False):
+    resolution = Resolution("auto", 0, "gpu", "automatic")
+    return decide(args, resolution, layer, training=training, record=False, hooked=hooked)
+
+
+def run(args, layer, training=False):
+    """ "dense", "sparse", or "read": sparse, to be read."""
+    decision = decision_of(args, layer, training)
+    assert decision.reason
+    assert layer.ran["forward"][:3] == (decision.path, decision.reason, decision.reading)
+    if decision.backend == "dense":
+        assert decision.path == "dense"
+        return DENSE
+    assert (decision.path, decision.backend) == ("block", "gpu")
+    return READ if decision.read else SPARSE
+
+
+def reading_of(args, layer, training=False):
+    return layer.reading(args.selector, args.x.shape[0], training)
+
+
+def know(args, layer, share, training=False):
+    reading = reading_of(args, layer, training)
+    reading._share, reading.ran = share, True
+    return reading
+
+
+def test_much_work_runs_sparse_whatever_the_layer(layer):
+    assert [run(call(PREFILL), layer) for _ in range(3)] == [SPARSE] * 3
+
+
+@pytest.mark.parametrize("tokens", [65, 1000])
+def test_less_work_runs_dense_for_a_while(tokens, layer):
+    decision = decision_of(call(tokens), layer)
+    assert (decision.backend, decision.ahead, decision.reading) == ("dense", gpu.UNREAD, None)
+    assert "too little work" in decision.reason
+
+
+@pytest.mark.parametrize(("tokens", "hidden"), [(16, 2056), (32, 8192)])
+def test_few_tokens_of_sizes_that_were_not_measured(tokens, hidden, layer):
+    assert run(call(tokens, hidden=hidden), layer) == DENSE
+    assert f"not measured for {tokens} tokens at D {hidden}" in layer.ran["forward"].reason
+
+
+def test_a_compiled_call_is_read_too(layer):
+    """The op decides when it runs, and falls back to its own backend."""
+    args = call(1)
+    found = [
+        decide_inside(args, "auto", 0, "gpu", training=False, record=False, layer=layer) for _ in range(3)
+    ]
+    assert [(decision.path, decision.read) for decision in found] == [
+        ("block", True),
+        ("block", True),
+        ("dense", False),
+    ]
+    assert all(decision.backend == "gpu" for decision in found)
+    step = decide_inside(call(64), "auto", 64, "gpu", training=True, record=False, layer=layer)
+    assert step[:3] == ("dense", 64, "gpu")
+
+
+def test_as_many_calls_run_dense_ahead_as_come_before_the_next_reading(layer):
+    args = call(1)
+    assert [run(args, layer) for _ in range(4)] == [READ, READ, DENSE, READ]
+    decision = decision_of(args, layer)  # the fifth; the eighth is a reading
+    assert (decision.backend, decision.ahead) == ("dense", 2)
+    decision.reading.count(2)
+    assert run(args, layer) == READ
+
+
+@pytest.mark.parametrize(("share", "sparse"), [(0.1, SPARSE), (0.9, DENSE)])
+def test_in_between_a_graph_may_be_sparse_and_an_eager_call_reads_for_it(device, layer, share, sparse):
+    args = call(BETWEEN)
+    assert run(args, layer) == READ
+    know(args, layer, share)
+    assert [run(args, layer) for _ in range(2)] == [READ, DENSE]
+    device.capturing = True
+    assert run(args, layer) == sparse
+
+
+@pytest.mark.parametrize(("share", "sparse"), [(None, DENSE), (0.01, SPARSE), (0.9, DENSE)])
+def test_a_capture_goes_by_what_is_known(device, layer, share, sparse):
+    """Nothing known is dense: a kernel that was never loaded must not be met inside a capture."""
+    args = call(1)
+    if share is not None:
+        know(args, layer, share)
+    device.capturing = True
+    assert run(args, layer) == sparse
+    assert decision_of(args, layer).ahead == 0
+
+
+def test_a_capture_of_much_work_wants_a_warm_up(device, layer):
+    device.capturing = True
+    assert run(call(PREFILL), layer) == DENSE
+    assert "warm it up" in layer.ran["forward"].reason
+    device.capturing = False
+    assert run(call(PREFILL), layer) == SPARSE
+    device.capturing = True
+    assert run(call(PREFILL), layer) == SPARSE
+
+
+def test_stock_down_runs_dense_for_few_tokens_and_says_so(caplog, monkeypatch, layer):
+    monkeypatch.setattr("twell._log._logged", set())
+    assert run(call(1, neuron_major=False), layer) == DENSE
+    assert "not neuron-major" in caplog.text
+    assert "not neuron-major" in layer.ran["forward"].reason
+    assert run(call(PREFILL, neuron_major=False), layer) == SPARSE
+
+
+def test_what_was_not_measured_runs_dense(device, layer):
+    assert run(call(10**5, dtype=torch.float32), layer) == DENSE
+    device.target = AMPERE
+    for device.capturing in (False, True):
+        for tokens in (1, 100, 10**5):
+            assert run(call(tokens), layer) == DENSE
+            assert "twell tune" in layer.ran["forward"].reason
+
+
+def test_a_small_block_of_many_tokens_was_not_measured(device, layer):
+    """8,192 tokens of a block with a hundredth of the work: dense, inside a graph as well."""
+    args = call(PREFILL, hidden=256, neurons=512)
+    know(args, layer, 0.01)
+    assert run(args, layer) == DENSE
+    device.capturing = True
+    assert run(args, layer) == DENSE
+
+
+def test_tuned_limits_of_few_tokens_hold_inside_graphs(device, layer):
+    device.target = AMPERE
+    crossover.store(AMPERE.name, crossover.Shape(D, H, True), {1: 0.5})
+    args = call(1)
+    assert run(args, layer) == READ
+    know(args, layer, 0.4)
+    device.capturing = True
+    assert run(args, layer) == SPARSE
+    know(args, layer, 0.6)
+    assert run(args, layer) == DENSE
+    assert (
+        layer.ran["forward"].reason
+        == "60.0% of the neurons active in a block of tokens, sparse pays up to 50%"
+    )
+
+
+def test_a_block_without_a_gate_needs_to_be_sparse(layer):
+    args = call(2 * PREFILL, gated=False)
+    assert run(args, layer) == READ
+    know(args, layer, 0.9)._next = 100
+    assert run(args, layer) == DENSE
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("path", ["auto", "row", "block"])
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [(call(0), "nothing to compute"), (call(1, neurons=1 << 20, hidden=4096), "32-bit indices")],
+    ids=["empty", "huge"],
+)
+def test_what_the_kernels_cannot_reach_runs_dense(layer, training, path, args, reason):
+    resolution = Resolution(path, 0, "gpu", "named")
+    decision = decide(args, resolution, layer, training=training, record=False)
+    assert (decision.path, decision.backend) == ("dense", "dense")
+    assert reason in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "training", "record", "path"),
+    [
+        (torch.bfloat16, False, False, "row"),
+        (torch.float32, False, False, "block"),
+        (torch.bfloat16, False, True, "block"),
+        (torch.bfloat16, True, False, "block"),
+    ],
+    ids=str,
+)
+def test_the_row_path_where_it_can(layer, dtype, training, record, path):
+    resolution = Resolution("row", 0, "gpu", "named")
+    decision = decide(call(64, dtype=dtype), resolution, layer, training=training, record=record)
+    assert (decision.path, decision.backend) == (path, "gpu")
+
+
+class TestTraining:
+    def test_a_layer_is_read_then_trains_as_active_as_it_is(self, layer):
+        args = call(2 * PREFILL)
+        assert [run(args, layer, training=True) for _ in range(4)] == [READ, READ, DENSE, READ]
+        know(args, layer, 0.1, training=True)
+        assert run(args, layer, training=True) == SPARSE
+        know(args, layer, 0.64, training=True)
+        assert run(args, layer, training=True) == SPARSE
+        know(args, layer, 0.66, training=True)
+        decision = decision_of(args, layer, training=True)  # the seventh; the eighth is a reading
+        assert (decision.backend, decision.ahead) == ("dense", 0)
+        assert run(args, layer, training=True) == READ
+        decision = decision_of(args, layer, training=True)
+        assert (decision.backend, decision.ahead) == ("dense", 6)
+
+    def test_a_capture_counts_nothing(self, device, layer):
+        args = call(2 * PREFILL)
+        device.capturing = True
+        assert [run(args, layer, training=True) for _ in range(2)] == [DENSE] * 2
+        assert decision_of(args, layer, training=True).ahead == 0
+        know(args, layer, 0.1, training=True)
+        assert run(args, layer, training=True) == SPARSE
+
+    def test_inside_a_checkpoint_it_is_decided_when_it_runs(self, layer):
+        decision = decision_of(call(2 * PREFILL), layer, training=True, hooked=True)
+        assert (decision.path, decision.backend) == ("auto", "gpu")
+        small = decision_of(call(64), layer, training=True, hooked=True)
+        assert (small.backend, small.ahead) == ("dense", gpu.UNREAD)
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"tokens": 4096}, "so few tokens"),
+            ({"tokens": 2 * PREFILL, "dtype": torch.float32}, "float32"),
+            ({"tokens": 2 * PREFILL, "hidden": 2056}, "64 features"),
+        ],
+    )
+    def test_what_was_not_measured(self, layer, options, reason):
+        decision = decision_of(call(**options), layer, training=True)
+        assert decision.backend == "dense"
+        assert reason in decision.reason
+
+    def test_other_gpus(self, device, layer):
+        device.target = AMPERE
+        assert run(call(2 * PREFILL), layer, training=True) == DENSE
+
+    def test_the_backward_goes_by_the_forward(self, layer):
+        args = call(2 * PREFILL)
+        forward = decision_of(args, layer, training=True)
+        backward = decide_backward(args, 0, "gpu", forward)
+        assert (backward.path, backward.reading) == ("block", forward.reading)
+        assert layer.ran["backward"].path == "block"
+        dense = forward._replace(path="dense")
+        assert decide_backward(args, 0, "gpu", dense).path == "dense"
+        unknown = decide_backward(args, 0, "gpu", None)
+        assert (unknown.path, unknown.reading) == ("block", None)
+        assert decide_backward(call(0), 0, "gpu", None).path == "dense"
