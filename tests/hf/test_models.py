@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from accelerate.utils import compile_regions
 from transformers import AutoModel, AutoModelForCausalLM
 
-from twell import Plan, SparseMLP, hf
+from twell import Plan, SparseMLP, hf, recorded_paths
 
 from .tiny import SPARSE, STOCK, is_neuron_major, sparse_model, stock_model, tokens
 
@@ -362,32 +362,71 @@ def assert_same_steps(sparse, compiled, ids):
         torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
 
 
+class CountingBackend:
+    """A compiler that compiles nothing and counts how often each graph runs."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, graph, inputs):
+        place = len(self.calls)
+        self.calls.append(0)
+
+        def run(*inputs):
+            self.calls[place] += 1
+            return graph.forward(*inputs)
+
+        return run
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_around_eager_blocks(checkpointing):
+def test_compiled_around_eager_blocks(checkpointing, fresh_compiler):
     """More layers than a function may be compiled anew: they share what is compiled."""
-    torch._dynamo.reset()
     sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
     if checkpointing:
         sparse.gradient_checkpointing_enable({"use_reentrant": False})
     for mlp in hf.sparse_mlps(sparse):
         mlp.eager = True
-    calls = []
-
-    def backend(graph, inputs):
-        place = len(calls)
-        calls.append(0)
-
-        def run(*inputs):
-            calls[place] += 1
-            return graph.forward(*inputs)
-
-        return run
-
+    backend = CountingBackend()
     compiled = torch.compile(sparse, backend=backend)
     assert_same_steps(sparse, compiled, ids)
     if not checkpointing:  # a checkpoint with a break in it is not compiled
-        assert sum(count == 2 * 10 for count in calls) >= 1, f"one graph for all layers: {calls}"
-        assert len(calls) < 10
+        assert sum(count == 2 * 10 for count in backend.calls) >= 1, f"one graph for all: {backend.calls}"
+        assert len(backend.calls) < 10
+
+
+def test_layers_compiled_inside_their_checkpoints(fresh_compiler):
+    """Blocks stay between graphs that all layers share, and that run when a layer is computed again."""
+    sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
+    eager = copy.deepcopy(sparse)
+    for model in (sparse, eager):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    backend = CountingBackend()
+    hf.compile_inside_checkpoints(sparse, backend=backend)
+    compiled = torch.compile(sparse, backend=backend)
+    for weight in (0.5, 0.125):
+        losses = []
+        before = list(backend.calls)
+        for model, run in ((eager, eager), (sparse, compiled)):
+            model.l1_weight = weight
+            model.zero_grad()
+            with recorded_paths() as ran:
+                output = run(input_ids=ids, labels=ids)
+                output.loss.backward()
+            losses.append(output.loss.detach())
+        assert len(ran) == 2 * 10  # every block outside of graphs, once more when it is computed again
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(_gradients(sparse), _gradients(eager), rtol=1e-3, atol=1e-5)
+        runs = [now - then for now, then in zip(backend.calls, before + [0] * 99, strict=False)]
+        assert 2 * 10 in runs, f"attention, in the forward and once more: {runs}"
+    assert len(backend.calls) < 20
+    with torch.no_grad():
+        torch.testing.assert_close(sparse.eval()(ids).logits, eager.eval()(ids).logits)
+
+
+def test_compiling_inside_checkpoints_wants_checkpoints():
+    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
+        hf.compile_inside_checkpoints(sparse_model())
 
 
 def test_the_l1_weight_reaches_shallow_copies():

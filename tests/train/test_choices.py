@@ -18,8 +18,9 @@ pytest.importorskip("datasets")
 from rich.console import Console
 from safetensors.torch import load_file
 
-from twell import recorded_paths
-from twell.kernels import cpu_choice, cpu_probe
+from twell import policy, recorded_paths
+from twell.crossover import cpu as crossover
+from twell.kernels import cpu_probe
 from twell.train.run import train
 
 from .runs import ROOT, logged, small_run, write_corpus
@@ -36,15 +37,15 @@ def corpus(tmp_path_factory):
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
     """machine(limit): from now on this is an unknown CPU with that limit of the row path."""
-    monkeypatch.setattr(cpu_choice, "_WORTH_LOOKING_SECONDS", 0.0)
-    monkeypatch.setattr(cpu_choice, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
-    monkeypatch.setattr("twell.kernels.cpu_backward.MIN_HIDDEN", 1)
-    monkeypatch.setattr("twell.kernels.cpu_backward.MAX_DENSITY", {torch.float32: 1.0})
+    monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
+    monkeypatch.setattr("twell.policy.cpu._MIN_HIDDEN", 1)
+    monkeypatch.setattr("twell.policy.cpu._MAX_DENSITY", {torch.float32: 1.0})
 
     def become(limit: float) -> None:
         monkeypatch.setenv("TWELL_CACHE", str(tmp_path / f"cache-{limit}"))
-        monkeypatch.setattr(cpu_choice, "_measure_row_limit", lambda site: limit)
-        monkeypatch.setattr(cpu_choice, "_measure_block_gain", lambda site: 0.0)
+        monkeypatch.setattr(crossover, "_measure_row_limit", lambda site: limit)
+        monkeypatch.setattr(crossover, "_measure_block_gain", lambda site: 0.0)
         cpu_probe.forget()
 
     yield become

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from typer.testing import CliRunner
 
+from twell import hf
 from twell.cli.app import app
 from twell.train import run as run_module
 from twell.train.model import build_model
@@ -309,6 +310,37 @@ def test_blocks_leave_compiled_graphs_where_that_compiles_more(corpus, monkeypat
 
     assert not leave()
     assert leave("train.compile=true")
-    assert not leave("train.compile=true", "train.checkpointing=true")
+    both = "train.compile=true", "train.checkpointing=true"
+    assert leave(*both)
+    assert not leave(*both, "model.plan=block")  # nothing to decide
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert not leave(*both)
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_FULLGRAPH", "true")
     assert not leave("train.compile=true")
+
+
+def test_compiled_and_checkpointed_runs_compile_layers_inside_their_checkpoints(
+    corpus, tmp_path, monkeypatch, fresh_compiler
+):
+    """Without a compiler behind, which is quick."""
+    real, compiled = run_module.training_arguments, []
+
+    def quick(*arguments):
+        made = real(*arguments)
+        made.torch_compile_backend = "aot_eager"
+        return made
+
+    monkeypatch.setattr(run_module, "training_arguments", quick)
+    inside = hf.compile_inside_checkpoints
+    monkeypatch.setattr(
+        hf, "compile_inside_checkpoints", lambda model, **options: compiled.append(inside(model, **options))
+    )
+    losses = {}
+    for compile in ("false", "true"):
+        settings = "train.steps=3", "train.checkpointing=true", f"train.compile={compile}"
+        folder = tmp_path / compile
+        assert train(small_run(corpus, *settings), folder, console=QUIET).finished
+        losses[compile] = [value for line in logged(folder, "loss", "l1_loss") for value in line]
+    assert len(compiled) == 1
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-4)

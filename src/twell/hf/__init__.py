@@ -20,6 +20,7 @@ if importlib.util.find_spec("transformers") is None:
 
 if TYPE_CHECKING:
     from .checkpoints import convert_state_dict
+    from .compilation import compile_inside_checkpoints
     from .config import SparseLlamaConfig, SparseQwen2Config
     from .convert import relufy, to_stock
     from .layers import set_neuron_major, sparse_mlps
@@ -39,6 +40,7 @@ _HOME = {
     "SparseQwen2Model": "models",
     "SparseQwen2ForCausalLM": "models",
     "SparseCausalLMOutput": "outputs",
+    "compile_inside_checkpoints": "compilation",
     "convert_state_dict": "checkpoints",
     "relufy": "convert",
     "set_neuron_major": "layers",
@@ -54,6 +56,7 @@ __all__ = [
     "SparseQwen2Config",
     "SparseQwen2ForCausalLM",
     "SparseQwen2Model",
+    "compile_inside_checkpoints",
     "convert_state_dict",
     "relufy",
     "set_neuron_major",

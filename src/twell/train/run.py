@@ -24,6 +24,7 @@ from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging as transformers_logging
 
+from .. import hf
 from .._checks import reject
 from .._log import log_once
 from .._processor import make_products_safe
@@ -40,6 +41,10 @@ from .processes import is_first
 from .progress import ProgressBar
 from .reporters import check_reporters
 from .trainer import SparseTrainer
+
+# The penalty's gradient flows through what a checkpoint computes again.
+_CHECKPOINTS = {"use_reentrant": False}
+_FULL_GRAPH, _FSDP = "ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_USE_FSDP"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +110,10 @@ def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console:
         l1=config.recipe.l1,
         eager=blocks_leave_graphs(config),
     )
-    if config.train.compile and config.train.checkpointing:
+    if compiles_inside_checkpoints(config):
+        model.gradient_checkpointing_enable(_CHECKPOINTS)
+        hf.compile_inside_checkpoints(model, backend=arguments.torch_compile_backend)
+    elif config.train.compile and config.train.checkpointing:
         # Checkpointed blocks note their statistics when they are computed again, too: nobody reads those.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     transformers_logging.set_verbosity_error()
@@ -173,9 +181,8 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         optim="adamw_torch_fused" if cuda else "adamw_torch",
         bf16=train.precision == "bfloat16",
         fp16=train.precision == "float16",
-        gradient_checkpointing=train.checkpointing,
-        # The penalty's gradient flows through what a checkpoint computes again.
-        gradient_checkpointing_kwargs={"use_reentrant": False} if train.checkpointing else None,
+        gradient_checkpointing=train.checkpointing and not compiles_inside_checkpoints(config),
+        gradient_checkpointing_kwargs=_CHECKPOINTS if train.checkpointing else None,
         torch_compile=train.compile,
         eval_strategy="steps" if train.eval_every else "no",
         eval_steps=train.eval_every or None,
@@ -204,8 +211,20 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
 
 def blocks_leave_graphs(config: RunConfig) -> bool:
     """Whether blocks decide between compiled graphs. A break in a checkpoint would leave it uncompiled."""
-    whole = os.environ.get("ACCELERATE_DYNAMO_USE_FULLGRAPH", "").lower() in ("1", "true")
-    return config.train.compile and not config.train.checkpointing and not whole
+    inside = compiles_inside_checkpoints(config)
+    return config.train.compile and (inside or not config.train.checkpointing) and not _is_set(_FULL_GRAPH)
+
+
+def compiles_inside_checkpoints(config: RunConfig) -> bool:
+    """Whether layers are compiled one by one inside their checkpoints, so that their blocks may decide."""
+    train = config.train
+    decides = not config.model.dense and (config.model.plan or "auto").startswith("auto")
+    # Sharded layers gather their weights in hooks that a compiled call would have to see through.
+    return train.compile and train.checkpointing and decides and not (_is_set(_FULL_GRAPH) or _is_set(_FSDP))
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true")
 
 
 def _introduce(config: RunConfig, data: Prepared, console: Console) -> None:
@@ -226,7 +245,8 @@ def _warn(config: RunConfig) -> None:
     steps, recipe = config.train.steps, config.recipe
     if config.model.dense and recipe.l1:
         log_once(f"model.activation = {config.model.activation!r} has no zeros: a stock model, without L1")
-    if config.train.compile and config.train.checkpointing and not config.model.dense:
+    compiled = config.train.compile and config.train.checkpointing and not config.model.dense
+    if compiled and not compiles_inside_checkpoints(config) and config.model.plan is None:
         log_once("train.checkpointing keeps blocks inside compiled graphs: automatic plans train dense there")
     ends = [("train.warmup", config.train.warmup, steps - 1)]
     if recipe.l1 and not config.model.dense:

@@ -1,0 +1,50 @@
+"""Compiled training of checkpointed models whose blocks decide at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .._checks import reject
+from .layers import sparse_mlps
+
+
+def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
+    """Compile every checkpointed decoder layer by itself, inside its checkpoint.
+
+    Call it after `gradient_checkpointing_enable({"use_reentrant": False})`; options go to `torch.compile`.
+
+    A compiler that meets a checkpoint compiles it whole, and so leaves nothing to decide inside of it: blocks
+    train dense there. Compiled the other way round, blocks stay between the graphs of their layer, and an
+    automatic plan decides at every step. `torch.compile(model)` may still compile what is around the layers.
+    Layers that run without a checkpoint, as in evaluations, are left as they are.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+        and module.gradient_checkpointing
+        and sparse_mlps(module)
+    ]
+    if not layers:
+        reject("model", "no checkpointed layers with sparse blocks", "gradient_checkpointing_enable() first")
+    for layer in layers:
+        for mlp in sparse_mlps(layer):
+            mlp.eager = True
+        layer._gradient_checkpointing_func = _compiled_inside(
+            layer._gradient_checkpointing_func, torch.compile(layer._call_impl, **options)
+        )
+
+
+def _compiled_inside(checkpoint: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def run(function: Callable[..., Any], *arguments: Any) -> Any:
+        # transformers hands over the layer's call with its keyword arguments bound.
+        keywords = function.keywords if isinstance(function, partial) else {}
+        return checkpoint(partial(compiled, **keywords), *arguments)
+
+    return torch.compiler.disable(run, reason="its layer is compiled inside of it")
