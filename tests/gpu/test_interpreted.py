@@ -172,3 +172,12 @@ def test_what_32_bits_cannot_index_runs_dense_and_says_so(interpreted, limit, mo
             ffn(*tensors, plan=plan)
         assert [piece.path for piece in ran] == [path]
     assert "32-bit" in caplog.text
+
+
+def test_an_automatic_plan_runs_dense_where_nothing_was_measured(interpreted):
+    """Without asking a CUDA device, which may not be there."""
+    tensors, _ = block(5)
+    for _ in range(2):
+        with recorded_paths() as ran:
+            ffn(*tensors, plan=Plan(backend=interpreted))
+        assert [piece.path for piece in ran] == ["dense"]

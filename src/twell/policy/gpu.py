@@ -45,20 +45,19 @@ _READ = "a reading: how active the layer is has to be seen now and then"
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
     """What an automatic plan does with a call. Now and then one of a kind that may pay runs sparse to be
     read, whatever is known."""
-    capturing = torch.cuda.is_current_stream_capturing()
     reason = why_out_of_reach(args, training=False)
     limit = 0.0
     if reason is None:
         limit, reason = _limit(args)
     if limit <= 0:
-        return Decision("dense", 0, "dense", reason, ahead=0 if capturing else UNREAD, layer=layer)
+        return Decision("dense", 0, "dense", reason, ahead=UNREAD, layer=layer)
     reading = layer.reading(args.selector, args.x.shape[0], training=False)
     pays = operations(args) >= EAGER_OPERATIONS
     known = _known(reading.share, limit)
     fits = limit >= 1 or (reading.share is not None and reading.share <= limit)
     block = Decision("block", block_rows, "gpu", known, reading=reading, layer=layer)
     dense = Decision("dense", 0, "dense", known, layer=layer)
-    if capturing:
+    if torch.cuda.is_current_stream_capturing():
         if not fits:
             return dense
         if not reading.ran:
