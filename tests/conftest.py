@@ -82,9 +82,10 @@ class CpuChoices:
 @pytest.fixture(autouse=True)
 def cpu_choices(monkeypatch, request):
     """No test depends on what the machine at hand measures or has, but those marked `real_cpu`."""
-    from twell import policy
+    from twell import layer_state, policy
     from twell.kernels import cpu_multiply, cpu_probe
 
+    layer_state._temporaries.cache_clear()  # what other tests' weights, each of one call, have come to share
     policy.resolve_cached.cache_clear()  # what thresholds of another test have decided
     if request.node.get_closest_marker("real_cpu"):
         return None

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from twell import Plan, SparseMLP, ffn, layer_state, training_states
+from twell import Plan, SparseMLP, ffn, training_states
 from twell.layer_state import LOOK_AGAIN, LayerState, Reading, layer_of
 
 POWERS_THEN_INTERVALS = [1, 2, 4, 8, 16, 32, LOOK_AGAIN, 2 * LOOK_AGAIN, 3 * LOOK_AGAIN]
@@ -130,10 +130,6 @@ def test_token_counts_of_one_power_of_two_share_a_reading():
 
 
 class TestWhoseItIs:
-    @pytest.fixture(autouse=True)
-    def _no_temporaries(self):
-        layer_state._temporaries.cache_clear()
-
     def test_the_weights(self):
         first, second = torch.empty(4, 2), torch.empty(4, 2)
         assert layer_of(first) is layer_of(first)

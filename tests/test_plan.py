@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import twell
-from twell import Backend, Plan, Site, ffn
+from twell import Backend, Plan, Site, Training, ffn
 from twell.backends import get_backend
+from twell.kernels.args import Saved
 from twell.kernels.dense import dense_backward, dense_forward
 from twell.policy import Resolution, resolve
 from twell.synthetic import make_ffn
@@ -174,6 +175,26 @@ def test_later_backends_win_and_their_forward_and_backward_run(register):
     torch.testing.assert_close(y, stock_dense(x, up, down, gate))
     y.sum().backward()
     assert calls == ["forward auto 0", "backward"]
+
+
+def test_a_backend_with_kernels_for_training_decides_its_backward(register):
+    """No rules of other backends apply to it, not even for sizes that those could not run."""
+    seen: list[tuple[str, str]] = []
+
+    def train_forward(args, decision, record):
+        nothing = torch.empty(0, dtype=torch.int32)
+        return dense_forward(args, record), Saved(nothing, nothing)
+
+    def train_backward(args, saved, decision, grad_y, grad_l1, needed):
+        seen.append((decision.path, decision.backend))
+        return dense_backward(args, grad_y, grad_l1, needed)
+
+    training = Training(forward=train_forward, backward=train_backward, sizes=lambda *sizes: (0, 0))
+    register("newer", training=training)
+    operands = [t.requires_grad_() for t in make_ffn(3, 15, 33, 5).operands()]
+    for plan in (None, Plan(path="row", backend="newer")):
+        ffn(*operands, plan=plan).sum().backward()
+    assert seen == [("auto", "newer"), ("row", "newer")]
 
 
 def test_a_backend_that_refuses_leaves_room_for_others(register):

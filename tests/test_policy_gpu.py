@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from twell import register_backend, unregister_backend
 from twell._files import CACHE_VARIABLE
 from twell.activations import Activation
+from twell.backends import get_backend
 from twell.crossover import gpu as crossover
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.target import Target
@@ -228,6 +232,18 @@ def test_the_row_path_where_it_can(layer, dtype, training, record, path):
     resolution = Resolution("row", 0, "gpu", "named")
     decision = decide(call(64, dtype=dtype), resolution, layer, training=training, record=record)
     assert (decision.path, decision.backend) == (path, "gpu")
+
+
+def test_another_backend_may_follow_the_same_rules(layer):
+    register_backend(replace(get_backend("gpu"), name="twin"))
+    try:
+        resolution = Resolution("auto", 0, "twin", "automatic")
+        for tokens, training in ((PREFILL, False), (2 * PREFILL, True)):
+            decision = decide(call(tokens), resolution, layer, training=training, record=False)
+            assert (decision.path, decision.backend) == ("block", "twin")
+        assert decide(call(100), resolution, layer, training=False, record=False).backend == "dense"
+    finally:
+        unregister_backend("twin")
 
 
 class TestTraining:

@@ -38,7 +38,6 @@ class Asked:
 @pytest.fixture
 def asked(monkeypatch):
     monkeypatch.setattr(functional, "decide", asked := Asked())
-    layer_state._temporaries.cache_clear()
     return asked
 
 

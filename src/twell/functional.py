@@ -21,7 +21,7 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, run_training_step, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached
-from .prepared import PreparedDense
+from .prepared import PreparedDense, is_trained
 from .saving import wants_the_same_again
 
 
@@ -161,7 +161,7 @@ def _run(
     """Check, decide, run. lasting: whether later calls may repeat this one: its operands are no casts."""
     x, up, down, gate, *_ = tensors
     _validate(*tensors)
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    training = is_trained(tensors)
     args = FfnArgs(_flat(x), *tensors[1:], activation)
     if _transformed():
         reason = "inside a torch.func transform or forward-mode differentiation"

@@ -11,7 +11,7 @@ carries a tangent of forward-mode differentiation is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -120,14 +120,12 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gradients(*inputs) -> tuple[Tensor, ...]:
-    """As the op returns them: empty where a gradient is not needed, that of `down` laid out like `down`."""
+    """As the op returns them: empty where a gradient is not needed."""
     grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
     _refuse_tangents([grad_y, grad_l1, *tensors])
     args = _args(tensors, activation)
     step = _Step(activation, block_rows, backend, getattr(lists, "_twell_decision", None))
-    found = list(_backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None)))
-    if found[2] is not None:
-        found[2] = _laid_out_like(found[2], args.down)
+    found = _backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None))
     return tuple(args.x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
@@ -149,16 +147,17 @@ def _backward(
     wanted: FfnArgs,
     *into: Existing,
 ) -> Gradients:
-    """The backend's own backward; grad_y None: the output has no part in the loss."""
-    kernels = get_backend(step.backend)
+    """The backend's own backward, the gradient of `down` laid out like `down`; grad_y None: the output has no
+    part in the loss."""
+    kernels, down = get_backend(step.backend), args.down
     if kernels.training is None and kernels.backward is None:
-        return dense_backward(args, grad_y, grad_l1, wanted)
+        return _laid_out(dense_backward(args, grad_y, grad_l1, wanted), down)
     if grad_y is None:
         args, grad_y = _without_output(args)
     if kernels.training is None:
-        return kernels.backward(args, grad_y, grad_l1, wanted)
+        return _laid_out(kernels.backward(args, grad_y, grad_l1, wanted), down)
     decision = decide_backward(args, step.block_rows, step.backend, step.decision)
-    return kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into)
+    return _laid_out(kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into), down)
 
 
 def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
@@ -169,10 +168,13 @@ def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
     return args._replace(down=down, down_bias=None), args.x.new_zeros(tokens, _STAND_IN_OUTPUTS)
 
 
-def _laid_out_like(gradient: Tensor, down: Tensor) -> Tensor:
-    if down.mT.is_contiguous():
-        return gradient.mT.contiguous().mT
-    return gradient.contiguous()
+def _laid_out(gradients: Gradients, down: Tensor) -> Gradients:
+    """`gradients`, that of `down` laid out like `down`."""
+    grad_down = gradients[2]
+    if grad_down is None:
+        return gradients
+    grad_down = grad_down.mT.contiguous().mT if down.mT.is_contiguous() else grad_down.contiguous()
+    return (*gradients[:2], grad_down, *gradients[3:])
 
 
 def _fake_gradients(*inputs) -> tuple[Tensor, ...]:
@@ -245,14 +247,14 @@ def _gradients_of(
     grad_y: Tensor | None,
     grad_l1: Tensor | None,
     needed: list[bool],
-) -> list[Tensor | None]:
+) -> Gradients:
     """Of the seven operands; saved: those, lists and counts."""
     into = _existing(step, [*saved, grad_y, grad_l1], needed)
     if into is not None:
-        return list(_directly(step, saved, grad_y, grad_l1, needed, into))
+        return _directly(step, saved, grad_y, grad_l1, needed, into)
     plan = step.activation, step.block_rows, step.backend
     found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
-    return [gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True)]
+    return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
 
 
 def _existing(step: _Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:
@@ -312,15 +314,14 @@ class _TrainingStep(torch.autograd.Function):
     def backward(
         ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
     ) -> tuple[Tensor | None, ...]:
-        needed = _needed_of(ctx.needs_input_grad[_OWN:], grad_y, grad_l1)
-        if not any(needed):
-            return (None,) * (_OWN + _NUMBER)
-        saved = ctx.saved_tensors  # once: checkpoints hand them out once
-        step = ctx.step
-        if ctx.open:
-            # Unknown hooks may have computed it again, decided otherwise: its tensors know then, or nobody.
-            step = step._replace(decision=getattr(saved[-2], "_twell_decision", None))
-        return (*_NO_OWN, *_eager_gradients(step, saved, grad_y, grad_l1, needed))
+        def gradients(saved: Sequence[Tensor | None], needed: list[bool]) -> Gradients:
+            step = ctx.step
+            if ctx.open:
+                # Unknown hooks may have computed it again, decided otherwise: its tensors know, or nobody.
+                step = step._replace(decision=getattr(saved[-2], "_twell_decision", None))
+            return _eager_gradients(step, saved, grad_y, grad_l1, needed)
+
+        return _differentiate(ctx, grad_y, grad_l1, gradients)
 
 
 class _CheckpointedStep(torch.autograd.Function):
@@ -351,28 +352,38 @@ class _CheckpointedStep(torch.autograd.Function):
     def backward(
         ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
     ) -> tuple[Tensor | None, ...]:
-        needed = _needed_of(ctx.needs_input_grad[_OWN:], grad_y, grad_l1)
-        if not any(needed):
-            return (None,) * (_OWN + _NUMBER)
-        *saved, pre, up = ctx.saved_tensors
-        ran_dense = _is_stand_in(saved[-2])
-        if ran_dense == _is_stand_in(pre):
-            raise RuntimeError("a checkpoint handed back copies of what a sparse training step saved")
-        if not ran_dense:
-            step = ctx.step._replace(decision=ctx.step.decision._replace(path="block"))
-            return (*_NO_OWN, *_eager_gradients(step, saved, grad_y, grad_l1, needed))
-        args = _args(saved[:_NUMBER], ctx.step.activation)
-        # For second derivatives from the operands, which are connected to whatever they came from.
-        kept = None if torch.is_grad_enabled() else DenseActivations(pre, up)
-        note_path("dense", args.x, args.up.shape[0], "backward", "as its forward")
-        found = list(dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, None), kept))
-        if found[2] is not None:
-            found[2] = _laid_out_like(found[2], args.down)
-        return (*_NO_OWN, *found)
+        def gradients(everything: Sequence[Tensor | None], needed: list[bool]) -> Gradients:
+            *saved, pre, up = everything
+            ran_dense = _is_stand_in(saved[-2])
+            if ran_dense == _is_stand_in(pre):
+                raise RuntimeError("a checkpoint handed back copies of what a sparse training step saved")
+            if not ran_dense:
+                step = ctx.step._replace(decision=ctx.step.decision._replace(path="block"))
+                return _eager_gradients(step, saved, grad_y, grad_l1, needed)
+            args = _args(saved[:_NUMBER], ctx.step.activation)
+            # For second derivatives from the operands, which are connected to whatever they came from.
+            kept = None if torch.is_grad_enabled() else DenseActivations(pre, up)
+            note_path("dense", args.x, args.up.shape[0], "backward", "as its forward")
+            return _laid_out(dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, None), kept), args.down)
+
+        return _differentiate(ctx, grad_y, grad_l1, gradients)
 
 
 _OWN = 3  # arguments of the two before their tensors
-_NO_OWN = (None,) * _OWN
+
+
+def _differentiate(
+    ctx,
+    grad_y: Tensor | None,
+    grad_l1: Tensor | None,
+    gradients: Callable[[Sequence[Tensor | None], list[bool]], Gradients],
+) -> Gradients:
+    """What the backward of a step returns; gradients: (saved, needed) -> those of its operands."""
+    needed = _needed_of(ctx.needs_input_grad[_OWN:], grad_y, grad_l1)
+    if not any(needed):
+        return (None,) * (_OWN + _NUMBER)
+    saved = ctx.saved_tensors  # once: checkpoints hand them out once
+    return *(None,) * _OWN, *gradients(saved, needed)
 
 
 def _is_open(decision: Decision) -> bool:
@@ -402,7 +413,7 @@ def _eager_gradients(
     grad_y: Tensor | None,
     grad_l1: Tensor | None,
     needed: list[bool],
-) -> list[Tensor | None]:
+) -> Gradients:
     """Through the op only where somebody differentiates this, transforms it, or looks."""
     if torch.is_grad_enabled() or not _only_values_matter((*saved, grad_y, grad_l1)):
         if step.decision is not None:
@@ -410,10 +421,7 @@ def _eager_gradients(
         return _gradients_of(step, saved, grad_y, grad_l1, needed)
     into = _existing(step, [*saved, grad_y, grad_l1], needed)
     more = () if into is None else (into,)
-    found = list(_directly(step, saved, grad_y, grad_l1, needed, *more))
-    if found[2] is not None:
-        found[2] = _laid_out_like(found[2], saved[2])
-    return found
+    return _directly(step, saved, grad_y, grad_l1, needed, *more)
 
 
 def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:

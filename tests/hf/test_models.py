@@ -13,9 +13,9 @@ pytest.importorskip("transformers")
 from accelerate.utils import compile_regions
 from transformers import AutoModel, AutoModelForCausalLM
 
-from twell import Plan, SparseMLP, hf, recorded_paths
+from twell import Plan, SparseMLP, hf
 
-from .tiny import SPARSE, STOCK, is_neuron_major, sparse_model, stock_model, tokens
+from .tiny import SPARSE, STOCK, gradients_of, is_neuron_major, sparse_model, stock_model, tokens
 
 families = pytest.mark.parametrize("family", ["llama", "qwen2"])
 
@@ -295,11 +295,11 @@ def test_equal_micro_batches_give_the_gradients_of_the_whole():
     sparse = sparse_model(sparsity_l1_coeff=0.5).train()
     ids = tokens(rows=4)
     sparse(ids, labels=ids).loss.backward()
-    whole = _gradients(sparse)
+    whole = gradients_of(sparse)
     sparse.zero_grad()
     for rows in (slice(0, 2), slice(2, 4)):
         sparse(ids[rows], labels=ids[rows], num_items_in_batch=4 * 10).loss.backward()
-    torch.testing.assert_close(_gradients(sparse), whole, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(gradients_of(sparse), whole, rtol=1e-3, atol=1e-5)
 
 
 def test_shift_labels_are_counted_as_given():
@@ -310,21 +310,17 @@ def test_shift_labels_are_counted_as_given():
     torch.testing.assert_close(output.loss, expected.loss)
 
 
-def _gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
 @families
 def test_gradient_checkpointing_keeps_the_l1_gradient(family):
     sparse, ids = sparse_model(family, sparsity_l1_coeff=0.5).train(), tokens()
     plain = sparse(ids, labels=ids)
     plain.loss.backward()
-    expected = _gradients(sparse)
+    expected = gradients_of(sparse)
     sparse.zero_grad()
     sparse.gradient_checkpointing_enable({"use_reentrant": False})
     output = sparse(ids, labels=ids, use_cache=False)
     output.loss.backward()
-    torch.testing.assert_close(_gradients(sparse), expected, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(gradients_of(sparse), expected, rtol=1e-3, atol=1e-5)
     torch.testing.assert_close(output.l0, plain.l0)
     # A graph kept here would keep what checkpointing is there to free.
     assert all(mlp.last_stats is None for mlp in hf.sparse_mlps(sparse))
@@ -332,7 +328,7 @@ def test_gradient_checkpointing_keeps_the_l1_gradient(family):
     sparse.l1_weight = 0.0
     sparse(ids, labels=ids, use_cache=False).loss.backward()
     gate = "model.layers.0.mlp.gate_proj.weight"
-    assert not torch.allclose(_gradients(sparse)[gate], expected[gate], rtol=1e-3, atol=1e-5)
+    assert not torch.allclose(gradients_of(sparse)[gate], expected[gate], rtol=1e-3, atol=1e-5)
 
 
 def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_l1():
@@ -345,88 +341,6 @@ def test_reentrant_checkpointing_is_refused_where_it_would_lose_the_l1():
     sparse(ids, labels=ids, use_cache=False).loss.backward()
     sparse.l1_weight = 0.5
     assert sparse.eval()(ids, labels=ids).l1_loss > 0
-
-
-def assert_same_steps(sparse, compiled, ids):
-    """Losses and gradients, with weights of L1 that change."""
-    losses, gradients = {}, {}
-    for weight in (0.5, 0.125):
-        sparse.l1_weight = weight
-        for name, run in (("eager", sparse), ("compiled", compiled)):
-            sparse.zero_grad()
-            output = run(input_ids=ids, labels=ids)
-            output.loss.backward()
-            losses[name], gradients[name] = output.loss.detach(), _gradients(sparse)
-            assert len(output.firing) == sparse.config.num_hidden_layers
-        torch.testing.assert_close(losses["compiled"], losses["eager"])
-        torch.testing.assert_close(gradients["compiled"], gradients["eager"], rtol=1e-3, atol=1e-5)
-
-
-class CountingBackend:
-    """A compiler that compiles nothing and counts how often each graph runs."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, graph, inputs):
-        place = len(self.calls)
-        self.calls.append(0)
-
-        def run(*inputs):
-            self.calls[place] += 1
-            return graph.forward(*inputs)
-
-        return run
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_compiled_around_eager_blocks(checkpointing, fresh_compiler):
-    """More layers than a function may be compiled anew: they share what is compiled."""
-    sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
-    if checkpointing:
-        sparse.gradient_checkpointing_enable({"use_reentrant": False})
-    for mlp in hf.sparse_mlps(sparse):
-        mlp.eager = True
-    backend = CountingBackend()
-    compiled = torch.compile(sparse, backend=backend)
-    assert_same_steps(sparse, compiled, ids)
-    if not checkpointing:  # a checkpoint with a break in it is not compiled
-        assert sum(count == 2 * 10 for count in backend.calls) >= 1, f"one graph for all: {backend.calls}"
-        assert len(backend.calls) < 10
-
-
-def test_layers_compiled_inside_their_checkpoints(fresh_compiler):
-    """Blocks stay between graphs that all layers share, and that run when a layer is computed again."""
-    sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
-    eager = copy.deepcopy(sparse)
-    for model in (sparse, eager):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    backend = CountingBackend()
-    hf.compile_inside_checkpoints(sparse, backend=backend)
-    compiled = torch.compile(sparse, backend=backend)
-    for weight in (0.5, 0.125):
-        losses = []
-        before = list(backend.calls)
-        for model, run in ((eager, eager), (sparse, compiled)):
-            model.l1_weight = weight
-            model.zero_grad()
-            with recorded_paths() as ran:
-                output = run(input_ids=ids, labels=ids)
-                output.loss.backward()
-            losses.append(output.loss.detach())
-        assert len(ran) == 2 * 10  # every block outside of graphs, once more when it is computed again
-        torch.testing.assert_close(*losses)
-        torch.testing.assert_close(_gradients(sparse), _gradients(eager), rtol=1e-3, atol=1e-5)
-        runs = [now - then for now, then in zip(backend.calls, before + [0] * 99, strict=False)]
-        assert 2 * 10 in runs, f"attention, in the forward and once more: {runs}"
-    assert len(backend.calls) < 20
-    with torch.no_grad():
-        torch.testing.assert_close(sparse.eval()(ids).logits, eager.eval()(ids).logits)
-
-
-def test_compiling_inside_checkpoints_wants_checkpoints():
-    with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
-        hf.compile_inside_checkpoints(sparse_model())
 
 
 def test_the_l1_weight_reaches_shallow_copies():
@@ -456,7 +370,7 @@ def test_the_l1_weight_may_be_set_before_the_backward():
         loss = sparse(ids, labels=ids).loss
         sparse.l1_weight = later
         loss.backward()
-        gradients.append(_gradients(sparse))
+        gradients.append(gradients_of(sparse))
     torch.testing.assert_close(*gradients)
 
 
@@ -465,20 +379,6 @@ def test_no_cache_is_filled_in_training():
     assert sparse(ids, labels=ids).past_key_values is None
     assert sparse(ids, labels=ids, use_cache=True).past_key_values is not None
     assert sparse.eval()(ids, labels=ids).past_key_values is not None
-
-
-def test_compiled_whole_and_l1_weight_without_recompiling():
-    torch._dynamo.reset()
-    sparse, ids = sparse_model(sparsity_l1_coeff=0.5).train(), tokens()
-    compilations = []
-
-    def backend(graph, inputs):
-        compilations.append(graph)
-        return graph.forward
-
-    compiled = torch.compile(partial(sparse, use_cache=False), fullgraph=True, backend=backend)
-    assert_same_steps(sparse, compiled, ids)
-    assert len(compilations) == 1
 
 
 def test_contiguous_layout_on_request():

@@ -42,3 +42,7 @@ def tokens(rows: int = 2, length: int = 11, seed: int = 1) -> torch.Tensor:
 
 def is_neuron_major(model) -> bool:
     return all(mlp.down_proj.weight.mT.is_contiguous() for mlp in hf.sparse_mlps(model))
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

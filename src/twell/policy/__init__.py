@@ -67,10 +67,13 @@ def decide_inside(
 
 def decide_backward(args: FfnArgs, block_rows: int, backend: str, forward: Decision | None) -> Decision:
     """For the backward of a step; forward: what was decided for its forward, if that is known."""
-    if get_backend(backend).rules == "cpu":
+    rules = get_backend(backend).rules
+    if rules == "cpu":
         decision = cpu.decide_backward(args, None if forward is None else forward.layer)
-    elif forward is not None and forward.path == "dense":
+    elif forward is not None and (rules is None or forward.path == "dense"):
         decision = forward
+    elif rules is None:
+        decision = Decision("auto", block_rows, backend, "its backend decides")
     else:
         rows = block_rows or DEFAULT_ROWS
         reason = gpu.why_out_of_reach(args, training=True, rows=rows)
@@ -91,8 +94,11 @@ def _automatic(
     if rules is None:  # registered by somebody else, who decides
         return Decision("auto", rows, backend, reason, layer=layer)
     if training:
-        return rules.decide_training(args, rows, layer, hooked)
-    return rules.decide_inference(args, rows, layer)
+        decision = rules.decide_training(args, rows, layer, hooked)
+    else:
+        decision = rules.decide_inference(args, rows, layer)
+    # Rules name the backend that they were made for; another may follow them, too.
+    return decision if decision.backend in ("dense", backend) else decision._replace(backend=backend)
 
 
 _RULES = {"cpu": cpu, "gpu": gpu}
