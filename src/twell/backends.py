@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ class Site:
     neurons: int
     gated: bool
     training: bool
+
+
+class Repeat(Protocol):
+    """path: what ran, as `recorded_paths` has it."""
+
+    path: str
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor | None:
+        """y [..., E] of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias), or None where that has
+        to be run in full."""
 
 
 Forward = Callable[[FfnArgs, Decision, bool], FfnOutput]
@@ -74,6 +85,8 @@ class Backend:
                  dense backward.
     training:    kernels for training that do more than that; None if there are none.
     rules:       "cpu" or "gpu": whose rules `policy` applies to its calls; None: it decides for itself.
+    repeat:      (args, decision) of a call that has just run -> how calls with operands of the same shapes,
+                 strides and types are run again, or None; see `kernels.gpu.forward.Repeat`.
     """
 
     name: str
@@ -83,6 +96,7 @@ class Backend:
     backward: Backward | None = None
     training: Training | None = None
     rules: str | None = None
+    repeat: Callable[[FfnArgs, Decision], Repeat | None] | None = None
 
     @property
     def trains(self) -> bool:
@@ -171,6 +185,12 @@ def _gpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     return gpu_forward(args, decision, record)
 
 
+def _gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
+    from .kernels.gpu.forward import gpu_repeat
+
+    return gpu_repeat(args, decision)
+
+
 def _gpu_train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
     from .kernels.gpu.training import train_forward
 
@@ -213,6 +233,7 @@ register_backend(
         paths=frozenset(PATHS),
         refusal=_gpu_refusal,
         forward=_gpu_forward,
+        repeat=_gpu_repeat,
         training=Training(
             forward=_gpu_train_forward,
             backward=_gpu_train_backward,

@@ -21,7 +21,7 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, run_training_step, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached
-from .prepared import PreparedDense, is_trained
+from .prepared import PreparedDense, PreparedSparse, is_trained
 from .saving import wants_the_same_again
 
 
@@ -200,7 +200,13 @@ def _run(
     elif training:
         output = run_training_step(args, decision, record)
     else:
-        output = get_backend(decision.backend).forward(args, decision, record)
+        backend = get_backend(decision.backend)
+        output = backend.forward(args, decision, record)
+        if decision.ahead and lasting and not record and backend.repeat is not None:
+            repeat = backend.repeat(args, decision)
+            if repeat is not None:
+                prepared = PreparedSparse(tensors, activation, plan, decision, repeat)
+                layer.keep_prepared(x.shape, prepared)
     return _shaped(output, x, down)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -125,16 +126,18 @@ class Outcome(NamedTuple):
 class LayerState:
     """What is known of one layer.
 
-    prepared:  by the shape of x, what later calls may repeat without deciding again (`PreparedDense`).
+    prepared:  by the shape of x, what later calls may repeat without deciding again (`Prepared`).
+    tapes:     by kind of call, launches that later ones repeat (`kernels.gpu.tape`).
     ran:       by phase ("forward", "backward"), what was decided last.
     size:      neurons and features, once known.
     """
 
-    __slots__ = ("__weakref__", "_readings", "prepared", "ran", "size")
+    __slots__ = ("__weakref__", "_readings", "prepared", "ran", "size", "tapes")
 
     def __init__(self) -> None:
         self._readings: dict[Kind, Reading] = {}
         self.prepared: dict[torch.Size, Any] = {}
+        self.tapes: dict[Hashable, Any] = {}
         self.ran: dict[str, Outcome] = {}
         self.size: tuple[int, int] | None = None
         _alive[next(_serial)] = self

@@ -70,8 +70,8 @@ class Decision(NamedTuple):
     block_rows:  tokens per block of the block path; 0: the backend's default.
     backend:     the name of the one that runs it.
     reason:      for people.
-    ahead:       so many more calls like this one may run dense without asking again; `reading` is told how
-                 many did.
+    ahead:       so many more calls like this one may run the same way without asking again; `reading` is told
+                 how many did.
     reading:     what is known of how active the layer is in calls of this kind.
     read:        whether it wants to know how active this call finds it.
     layer:       what is known of the layer.

@@ -10,28 +10,22 @@ from ..kernels.args import Decision, FfnArgs
 from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import DEFAULT_ROWS, FEW_TOKENS, out_of_reach, out_of_reach_of_training
 from ..kernels.gpu.target import target_of
-from ..layer_state import LOOK_AGAIN, LayerState
+from ..layer_state import LayerState
 
-# Launched one by one from Python, our kernels take the host longer than dense takes the GPU for less work
-# than this (0.34 to 0.59 ms of launches on a slow host, against 0.42 ms of dense at 4,096 tokens, D 2048,
-# H 5632: 0.28e12 operations). Inside a CUDA graph launches are free.
-EAGER_OPERATIONS = 5e11
+# 1,024 tokens at D 2048, H 5632. With less work, and more than few tokens, sparse was seen to lose.
+BLOCK_OPERATIONS = 7e10
 
-# Inside a CUDA graph: 1,024 tokens at D 2048, H 5632. With less work sparse was seen to lose.
-GRAPH_OPERATIONS = 7e10
+# With less work, copying `down` neuron by neuron takes a large part of what the sparsity saves.
+TRANSPOSE_OPERATIONS = 5e11
 
 # Operations of a forward pass below which training steps stay dense, 7,200 tokens at D 2048, H 5632. Measured
 # on both sides only: 4,096 tokens 0.5x to 0.67x (the host launches longer than dense runs), 16,384 from 2.2x
 # to 3.6x.
-TRAINING_OPERATIONS = 5e11
+TRAINING_OPERATIONS = 5e10
 
 # Shares of active neurons (of the union of a block) up to which a training step is faster sparse: on an H200
 # (D 2048, H 5632, 16,384 tokens) 1.33x at 0.49, 0.8x with all active.
 _ENTER, _LEAVE = 0.6, 0.65
-
-# Calls between readings of a layer whose eager calls run dense: a reading takes as long as ten of them, and
-# only a capture will want it.
-_SELDOM = 1024
 
 # More calls that nobody counts; then limits are looked up again, which tuning may have changed.
 UNREAD = 63
@@ -43,8 +37,8 @@ _READ = "a reading: how active the layer is has to be seen now and then"
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call. Now and then one of a kind that may pay runs sparse to be
-    read, whatever is known."""
+    """What an automatic plan does with a call. The first of a kind that may pay runs sparse to be read; later
+    readings ride along with what runs anyway."""
     reason = why_out_of_reach(args, training=False)
     limit = 0.0
     if reason is None:
@@ -52,27 +46,28 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
     if limit <= 0:
         return Decision("dense", 0, "dense", reason, ahead=UNREAD, layer=layer)
     reading = layer.reading(args.selector, args.x.shape[0], training=False)
-    pays = operations(args) >= EAGER_OPERATIONS
-    known = _known(reading.share, limit)
-    fits = limit >= 1 or (reading.share is not None and reading.share <= limit)
+    share = reading.share
+    fits = limit >= 1 or (share is not None and share <= limit)
+    known = _known(share, limit)
     block = Decision("block", block_rows, "gpu", known, reading=reading, layer=layer)
-    dense = Decision("dense", 0, "dense", known, layer=layer)
+    dense = Decision("dense", 0, "dense", known, reading=reading, layer=layer)
     if torch.cuda.is_current_stream_capturing():
         if not fits:
             return dense
         if not reading.ran:
             return dense._replace(reason="captured before it ever ran sparse: warm it up before capturing")
         return block
-    if not (pays and limit >= 1) and reading.is_due(LOOK_AGAIN if pays else _SELDOM):
+    if limit >= 1:
         reading.ran = True
-        return block._replace(reason=_READ, read=True)
-    if not pays:
-        reason = "launching takes longer than so few tokens; a CUDA graph would run by its readings"
-        return dense._replace(reason=reason, reading=reading, ahead=reading.calls_ahead)
-    if not fits:
-        return dense
-    reading.ran = True
-    return block
+        return block._replace(ahead=UNREAD)
+    due, first = reading.is_due(), not reading.ran
+    if fits or (due and first):
+        reading.ran = True
+        ahead = reading.calls_ahead if fits else 0
+        return block._replace(reason=known if fits else _READ, read=due, ahead=ahead)
+    if due:
+        return dense._replace(backend="gpu", read=True)  # it counts what its own gate activates
+    return dense._replace(ahead=reading.calls_ahead)
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
@@ -144,7 +139,7 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
         return 0.0, "float32 products run on tensor cores at reduced precision or not at all"
     tokens = args.x.shape[0]
     gated = args.gate is not None
-    if operations(args) < EAGER_OPERATIONS and not is_neuron_major(args.down):
+    if operations(args) < TRANSPOSE_OPERATIONS and not is_neuron_major(args.down):
         reason = (
             "`down` is not neuron-major (down.mT contiguous), and transposing it would cost more than the "
             "sparsity saves"
@@ -154,7 +149,7 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
     target = target_of(args.x.device)
     # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
     # features, with few tokens or with much work. Anything else has to be tuned.
-    much = operations(args) >= GRAPH_OPERATIONS
+    much = operations(args) >= BLOCK_OPERATIONS
     measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or much)
     limit = share_limit(target.name, measured, Shape(hidden, neurons, gated), tokens)
     if limit <= 0 and not target.hopper:

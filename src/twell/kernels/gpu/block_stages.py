@@ -6,10 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .down import down_blocks
-from .launch import launch
+from .launch import Tiled, kind_number, launch
 from .lists import list_active
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
@@ -18,6 +17,7 @@ from .sizes import READ_AHEAD
 from .target import Target, target_of
 from .tiles import BlockTiles, block_tiles
 from .up import up_blocks
+from .workspace import Part, Piece, buffer_sizes, carve
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,18 @@ class Workspace:
     """What the kernels hand to each other; see `select`, `lists` and `up` for the layouts.
 
     P is H rounded up to whole chunks of up; `hidden` is `values` itself if the block is not gated.
+    buffer: what all of it lies in, but for lists and counts that outlive the call; bytes: that it needs.
     """
 
-    values: Tensor  # dtype [B, H, rows]
-    hidden: Tensor  # dtype [B * P, rows]
-    active: Tensor  # uint8 [B, H]
-    lists: Tensor  # int32 [B * H and a chunk more]
-    counts: Tensor  # int32 [B]
-    work: Tensor  # int32 [B * P / chunk]
-    counter: Tensor  # int32 [1]
+    buffer: Tensor
+    bytes: int
+    values: Piece  # dtype [B, H, rows]
+    hidden: Piece  # dtype [B * P, rows]
+    active: Piece  # uint8 [B, H]
+    lists: Piece | Tensor  # int32 [B * H and a chunk more]
+    counts: Piece | Tensor  # int32 [B]
+    work: Piece  # int32 [B * P / chunk]
+    counter: Piece  # int32 [1]
 
 
 class BlockStages:
@@ -51,21 +54,7 @@ class BlockStages:
         self.chunks = cdiv(operands.neurons, self.chunk)
         self.workspace = self._allocate(tokens)
         self.kept = False  # whether lists outlive the call
-        # What decides, with the tokens of a slab, which compiled kernels run; see `launch`.
-        self.kind = (
-            operands.x.dtype,
-            operands.features,
-            operands.outputs,
-            operands.neurons,
-            self.tiles.rows,
-            self.chunk,
-            self.gated,
-            operands.plain,
-            operands.square,
-            operands.select_bias is None,
-            operands.up_bias is None,
-            operands.down_bias is None,
-        )
+        self.kind = kind_number((operands.kind, self.tiles, self.hopper))  # see `launch`
 
     @property
     def gated(self) -> bool:
@@ -87,9 +76,9 @@ class BlockStages:
             return launch_select(self, x)
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
         work = self.blocks(x.shape[0]) * cdiv(operands.neurons, tiles.select_neurons)
-        select_blocks[(min(self.target.processors, work),)](
-            TensorDescriptor.from_tensor(x, [tiles.rows, tiles.select_depth]),
-            TensorDescriptor.from_tensor(operands.select, [tiles.select_neurons, tiles.select_depth]),
+        arguments = (
+            Tiled(x, [tiles.rows, tiles.select_depth]),
+            Tiled(operands.select, [tiles.select_neurons, tiles.select_depth]),
             operands.pointer(operands.select_bias),
             workspace.values,
             workspace.active,
@@ -98,17 +87,19 @@ class BlockStages:
             operands.neurons,
             operands.features,
             operands.threshold,
-            HAS_BIAS=operands.select_bias is not None,
-            PLAIN=operands.plain,
-            SQUARE=operands.square,
-            NEURONS=tiles.select_neurons,
-            ROWS=tiles.rows,
-            DEPTH=tiles.select_depth,
-            PRECISION=operands.precision,
-            num_warps=tiles.select_warps,
-            num_stages=tiles.select_stages,
         )
-        return None
+        constants = {
+            "HAS_BIAS": operands.select_bias is not None,
+            "PLAIN": operands.plain,
+            "SQUARE": operands.square,
+            "NEURONS": tiles.select_neurons,
+            "ROWS": tiles.rows,
+            "DEPTH": tiles.select_depth,
+            "PRECISION": operands.precision,
+        }
+        options = {"num_warps": tiles.select_warps, "num_stages": tiles.select_stages}
+        grid = (min(self.target.processors, work),)
+        return launch(self.kind, select_blocks, grid, arguments, constants, **options)
 
     def list(self, tokens: int) -> None:
         """lists, counts and work items from active; select has set the counter to 0."""
@@ -136,8 +127,8 @@ class BlockStages:
             return launch_up(self, x)
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
         most = self.blocks(x.shape[0]) * self.chunks
-        up_blocks[(min(self.target.processors * tiles.up_programs, most),)](
-            TensorDescriptor.from_tensor(x, [tiles.rows, tiles.up_depth]),
+        arguments = (
+            Tiled(x, [tiles.rows, tiles.up_depth]),
             operands.up,
             operands.pointer(operands.up_bias),
             workspace.values,
@@ -149,15 +140,17 @@ class BlockStages:
             operands.neurons,
             operands.features,
             self.chunks,
-            HAS_BIAS=operands.up_bias is not None,
-            CHUNK=self.chunk,
-            ROWS=tiles.rows,
-            DEPTH=tiles.up_depth,
-            PRECISION=operands.precision,
-            num_warps=tiles.up_warps,
-            num_stages=tiles.up_stages,
         )
-        return None
+        constants = {
+            "HAS_BIAS": operands.up_bias is not None,
+            "CHUNK": self.chunk,
+            "ROWS": tiles.rows,
+            "DEPTH": tiles.up_depth,
+            "PRECISION": operands.precision,
+        }
+        options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
+        grid = (min(self.target.processors * tiles.up_programs, most),)
+        return launch(self.kind, up_blocks, grid, arguments, constants, **options)
 
     def down(self, y: Tensor) -> None:
         """y [m, E] of the slab from hidden."""
@@ -168,11 +161,11 @@ class BlockStages:
             return launch_down(self, y)
         hidden = workspace.hidden
         across = cdiv(operands.outputs, tiles.down_width)
-        down_blocks[(self.blocks(y.shape[0]) * across,)](
+        arguments = (
             operands.down,
             operands.pointer(operands.down_bias),
             hidden,
-            TensorDescriptor.from_tensor(hidden, [tiles.down_depth, tiles.rows]) if self.gated else hidden,
+            Tiled(hidden, [tiles.down_depth, tiles.rows]) if self.gated else hidden,
             workspace.lists,
             workspace.counts,
             y,
@@ -180,31 +173,39 @@ class BlockStages:
             operands.neurons,
             operands.outputs,
             self.chunks * self.chunk,
-            HAS_BIAS=operands.down_bias is not None,
-            PACKED=self.gated,
-            WIDTH=tiles.down_width,
-            ROWS=tiles.rows,
-            DEPTH=tiles.down_depth,
-            PRECISION=operands.precision,
-            num_warps=tiles.down_warps,
-            num_stages=tiles.down_stages,
         )
-        return None
+        constants = {
+            "HAS_BIAS": operands.down_bias is not None,
+            "PACKED": self.gated,
+            "WIDTH": tiles.down_width,
+            "ROWS": tiles.rows,
+            "DEPTH": tiles.down_depth,
+            "PRECISION": operands.precision,
+        }
+        options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
+        grid = (self.blocks(y.shape[0]) * across,)
+        return launch(self.kind, down_blocks, grid, arguments, constants, **options)
 
     def _allocate(self, tokens: int) -> Workspace:
         blocks, neurons, rows = self.blocks(tokens), self.operands.neurons, self.tiles.rows
-        new = self.operands.x.new_empty
-        values = new(blocks, neurons, rows)
-        return Workspace(
-            values=values,
-            hidden=new(blocks * self.chunks * self.chunk, rows) if self.gated else values,
-            active=new(blocks, neurons, dtype=torch.uint8),
+        dtype, integers = self.operands.x.dtype, torch.int32
+        hidden: tuple[Part, ...] = ()
+        if self.gated:
+            hidden = (((blocks * self.chunks * self.chunk, rows), dtype),)
+        parts = (
+            ((blocks, neurons, rows), dtype),
+            ((blocks, neurons), torch.uint8),
             # The Hopper kernels read a whole chunk ahead without asking where a list ends.
-            lists=new(blocks * neurons + READ_AHEAD, dtype=torch.int32),
-            counts=new(blocks, dtype=torch.int32),
-            work=new(blocks * self.chunks, dtype=torch.int32),
-            counter=new(1, dtype=torch.int32),
+            ((blocks * neurons + READ_AHEAD,), integers),
+            ((blocks,), integers),
+            ((blocks * self.chunks,), integers),
+            ((1,), integers),
+            *hidden,
         )
+        buffer, pieces = carve(self.operands.x.device, parts)
+        values, active, lists, counts, work, counter, *packed = pieces
+        hidden = packed[0] if packed else values
+        return Workspace(buffer, *buffer_sizes(parts), values, hidden, active, lists, counts, work, counter)
 
 
 def _hopper_fits(operands: Operands, target: Target, tiles: BlockTiles) -> bool:

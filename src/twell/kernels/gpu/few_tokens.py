@@ -9,9 +9,14 @@ import torch
 from torch import Tensor
 
 from .few import few_down, few_select_up
+from .launch import kind_number, launch
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
+from .tape import Tapes, recorded, replay
 from .target import Target, target_of
+from .workspace import Piece, buffer_sizes, carve
+
+STEADY = 7  # weights and the workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,66 +83,98 @@ def few_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, fea
     )
 
 
-def run_few(operands: Operands) -> tuple[Tensor, Tensor, int]:
-    """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold."""
+@dataclass(frozen=True)
+class FewRun:
+    """y [M, E]; counts: active neurons per tile, until the next call; slots: their sum if all were active."""
+
+    y: Tensor
+    counts: Piece
+    slots: int
+
+
+def run_few(operands: Operands, tapes: Tapes | None = None) -> FewRun:
+    """The block in two launches. tapes: of earlier calls of this layer, for those that come."""
     target = target_of(operands.x.device)
     if target.hopper and element_bytes(operands.x.dtype) == 2:
         from .hopper_few import run_few_hopper  # imported here: other devices need no Gluon
 
-        return run_few_hopper(operands)
+        return run_few_hopper(operands, tapes)
     tiles = few_tiles(target, operands.x.dtype, operands.tokens, operands.neurons, operands.features)
     blocks = cdiv(operands.tokens, tiles.rows)
     count = cdiv(operands.neurons, tiles.neurons)
-    new = operands.x.new_empty
-    values = new(blocks * count * tiles.neurons, tiles.rows)
-    neurons = new(blocks * count * tiles.neurons, dtype=torch.int32)
-    counts = new(blocks * count, dtype=torch.int32)
-    y = new(operands.tokens, operands.outputs)
-    chained = target.capability >= (9, 0)  # the second kernel's launch overlaps the first
-    few_select_up[(count, blocks)](
+    slots = blocks * count * tiles.neurons
+    parts = (
+        ((slots, tiles.rows), operands.x.dtype),
+        ((slots,), torch.int32),
+        ((blocks * count,), torch.int32),
+    )
+    buffer, (values, neurons, counts) = carve(operands.x.device, parts)
+    y = operands.x.new_empty(operands.tokens, operands.outputs)
+    tensors = (*operands.weights, buffer, operands.x, y)
+    kind = few_kind(operands)
+    if not replay(tapes, kind, tensors, operands.x.device):
+        with recorded(tapes, kind, tensors, STEADY, buffer_sizes(parts)):
+            _launch(operands, tiles, (values, neurons, counts), y)
+    return FewRun(y, counts, blocks * operands.neurons)
+
+
+def few_kind(operands: Operands) -> tuple:
+    """Of a tape."""
+    return "few", operands.kind, operands.tokens
+
+
+def _launch(operands: Operands, tiles: FewTiles, packed: tuple[Piece, Piece, Piece], y: Tensor) -> None:
+    """packed: values, neurons and counts; see `few`."""
+    blocks = cdiv(operands.tokens, tiles.rows)
+    count = cdiv(operands.neurons, tiles.neurons)
+    # The second kernel's launch overlaps the first.
+    chained = target_of(operands.x.device).capability >= (9, 0)
+    compiled = kind_number((operands.kind, tiles))
+    arguments = (
         operands.x,
         operands.select,
         operands.pointer(operands.up),
         operands.pointer(operands.select_bias),
         operands.pointer(operands.up_bias),
-        values,
-        neurons,
-        counts,
+        *packed,
         operands.tokens,
         operands.neurons,
         operands.features,
         operands.threshold,
-        HAS_SELECT_BIAS=operands.select_bias is not None,
-        HAS_UP_BIAS=operands.up_bias is not None,
-        GATED=operands.up is not None,
-        SQUARE=operands.square,
-        NEURONS=tiles.neurons,
-        ROWS=tiles.rows,
-        DEPTH=tiles.depth,
-        PRECISION=operands.precision,
-        CHAINED=chained,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
     )
-    few_down[(cdiv(operands.outputs, tiles.width), blocks)](
+    constants = {
+        "HAS_SELECT_BIAS": operands.select_bias is not None,
+        "HAS_UP_BIAS": operands.up_bias is not None,
+        "GATED": operands.up is not None,
+        "SQUARE": operands.square,
+        "NEURONS": tiles.neurons,
+        "ROWS": tiles.rows,
+        "DEPTH": tiles.depth,
+        "PRECISION": operands.precision,
+        "CHAINED": chained,
+    }
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    launch(compiled, few_select_up, (count, blocks), arguments, constants, **options)
+    arguments = (
         operands.down,
         operands.pointer(operands.down_bias),
-        values,
-        neurons,
-        counts,
+        *packed,
         y,
         operands.tokens,
         operands.outputs,
         count,
-        HAS_BIAS=operands.down_bias is not None,
-        NEURONS=tiles.neurons,
-        TILES=tiles.side,
-        ROWS=tiles.rows,
-        WIDTH=tiles.width,
-        PRECISION=operands.precision,
-        CHAINED=chained,
-        num_warps=tiles.down_warps,
-        num_stages=tiles.down_stages,
-        **({"launch_pdl": True} if chained else {}),
     )
-    return y, counts, blocks * operands.neurons
+    constants = {
+        "HAS_BIAS": operands.down_bias is not None,
+        "NEURONS": tiles.neurons,
+        "TILES": tiles.side,
+        "ROWS": tiles.rows,
+        "WIDTH": tiles.width,
+        "PRECISION": operands.precision,
+        "CHAINED": chained,
+    }
+    options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
+    if chained:
+        options["launch_pdl"] = True
+    grid = (cdiv(operands.outputs, tiles.width), blocks)
+    launch(compiled, few_down, grid, arguments, constants, **options)

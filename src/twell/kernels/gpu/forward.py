@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from ..._checks import reject
 from ..._ran import note_path
+from ...activations import largest_at_most
 from ..args import Decision, FfnArgs, FfnOutput
-from ..dense import dense_forward
-from .blocks import BlockRun, run_blocks
-from .few_tokens import run_few
-from .operands import Operands, prepare
-from .sizes import FEW_TOKENS
+from ..dense import dense_forward, dense_forward_keeping
+from .blocks import BlockRun, blocks_kind, run_blocks
+from .few_tokens import few_kind, run_few
+from .launch import launch
+from .numbers import cdiv
+from .operands import Operands, is_readable, prepare
+from .sizes import DEFAULT_ROWS, FEW_TOKENS
+from .statistics import count_unions
+from .tape import Tape, Tapes
+from .workspace import workspace_on
 
+_COUNTED = 64  # neurons of one program that counts
 _BLOCK_ROWS = (0, 64, 128)
 _INTERPRETED_ROWS = (0, 16, 32, 64, 128)  # small blocks keep interpreted tests short
 
@@ -27,7 +35,7 @@ def gpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
             return gpu_forward(args, decision, record)
     if decision.path == "dense":
-        return dense_forward(args, record, reason=decision.reason)
+        return _dense(args, decision, record)
     check_block_rows(args, decision.block_rows)
     if decision.path == "row":
         return _row(args, decision)
@@ -40,26 +48,111 @@ def check_block_rows(args: FfnArgs, block_rows: int) -> None:
         reject("block_rows", block_rows, f"one of {accepted} on a GPU (0: the default)")
 
 
-def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
-    operands = prepare(args)
-    few = operands.tokens <= FEW_TOKENS and not record and decision.block_rows == 0
-    note_path("few" if few else "block", args.x, operands.neurons, reason=decision.reason)
-    if few:
-        y, counts, slots = run_few(operands)
-        output = FfnOutput(y)
-    else:
-        run = run_blocks(operands, decision.block_rows, record)
-        output, counts, slots = output_of(run, operands), run.counts, run.counts.numel() * operands.neurons
-    if decision.read:
-        decision.reading.take(counts, slots)
+def _dense(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
+    """A call that is read counts what its own gate activates."""
+    if not decision.read:
+        return dense_forward(args, record, reason=decision.reason)
+    output, kept = dense_forward_keeping(args, record, decision.reason)
+    (tokens, neurons), pre = kept.pre.shape, kept.pre
+    rows = FEW_TOKENS if tokens <= FEW_TOKENS else DEFAULT_ROWS
+    grid = cdiv(neurons, _COUNTED), cdiv(tokens, rows)
+    counts = pre.new_empty(grid[::-1], dtype=torch.int32)
+    threshold = largest_at_most(args.activation.threshold, pre.dtype)
+    constants = {"ROWS": rows, "NEURONS": _COUNTED}
+    launch(
+        (pre.dtype, neurons, rows), count_unions, grid, (pre, counts, tokens, neurons, threshold), constants
+    )
+    decision.reading.take(counts, grid[1] * neurons)
     return output
 
 
+def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
+    operands, tapes = prepare(args), tapes_of(decision)
+    few = is_few(operands.tokens, decision) and not record
+    note_path("few" if few else "block", args.x, operands.neurons, reason=decision.reason)
+    if few:
+        run = run_few(operands, tapes)
+        output, slots = FfnOutput(run.y), run.slots
+    else:
+        run = run_blocks(operands, decision.block_rows, record, tapes=tapes)
+        output = output_of(run, operands)
+        slots = run.counts.shape[0] * operands.neurons
+    if decision.read:
+        decision.reading.take(run.counts.tensor(), slots)
+    return output
+
+
+class Repeat:
+    """A call that has run, to be run again on operands of the same shapes, strides and types.
+
+    path: "few" or "block".
+    """
+
+    __slots__ = ("_device", "_gated", "_outputs", "_space", "_tape", "path")
+
+    def __init__(self, tape: Tape, args: FfnArgs, path: str) -> None:
+        self._tape, self.path = tape, path
+        (self._space,) = tape.sizes
+        self._device, self._gated = args.x.device, args.gate is not None
+        self._outputs = args.down.shape[0]
+
+    def __call__(
+        self,
+        x: Tensor,
+        up: Tensor,
+        down: Tensor,
+        gate: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        gate_bias: Tensor | None,
+    ) -> Tensor | None:
+        """y [..., E] of x [..., D], or None where it has to be run in full; not while a graph is captured."""
+        device, stream = self._device, 0
+        if device.type == "cuda":
+            if torch._C._cuda_getDevice() != device.index:  # Triton launches on the current device
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+        y = x.new_empty((*x.shape[:-1], self._outputs))
+        buffer = workspace_on(device, stream, self._space)
+        if self._gated:
+            tensors = gate, up, down, gate_bias, up_bias, down_bias, buffer, x, y
+        else:
+            tensors = up, None, down, up_bias, None, down_bias, buffer, x, y
+        return y if self._tape.play(tensors, stream) else None
+
+
+def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
+    """How a call that has just run is run again; None where its operands had to be copied, or nothing was
+    recorded."""
+    operands = prepare(args) if decision.path == "block" and all(map(is_readable, _read(args))) else None
+    if operands is None or decision.layer is None:
+        return None
+    if is_few(operands.tokens, decision):
+        path, kind = "few", few_kind(operands)
+    else:
+        path, kind = "block", blocks_kind(operands, decision.block_rows, record=False, keep=False)
+    tape = decision.layer.tapes.get(kind)
+    return None if tape is None else Repeat(tape, args, path)
+
+
+def _read(args: FfnArgs) -> tuple[Tensor | None, ...]:
+    """The operands as the kernels read them."""
+    return args._replace(down=args.down.mT)[:-1]
+
+
+def is_few(tokens: int, decision: Decision) -> bool:
+    return tokens <= FEW_TOKENS and decision.block_rows == 0
+
+
+def tapes_of(decision: Decision) -> Tapes | None:
+    return None if decision.layer is None else decision.layer.tapes
+
+
 def output_of(run: BlockRun, operands: Operands) -> FfnOutput:
-    if run.recorded is None:
+    if run.statistics is None:
         return FfnOutput(run.y)
-    total = torch.stack([sums.sum() for sums in run.recorded.sums]).sum()
-    return FfnOutput(run.y, (total / operands.tokens).float(), run.recorded.firing)
+    l1 = (run.statistics.sums.sum() / operands.tokens).float()
+    return FfnOutput(run.y, l1, run.statistics.firing)
 
 
 def _row(args: FfnArgs, decision: Decision) -> FfnOutput:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .hopper_down import down_blocks_hopper
 from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
-from .launch import launch
+from .launch import Source, Tiled, launch
 from .numbers import cdiv
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _ELEMENT[dtype])
 
 
-def describe(tensor: Tensor, block: list[int]) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(tensor, block, layout(*block, tensor.dtype))
+def tiled(source: Source, block: list[int]) -> Tiled:
+    return Tiled(source, block, layout(*block, source.dtype))
 
 
 def launch_select(stages: BlockStages, x: Tensor) -> None:
@@ -42,8 +41,8 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
     neurons = _SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
     arguments = (
-        describe(x, [tokens, _DEPTH]),
-        describe(operands.select, [neurons, _DEPTH]),
+        tiled(x, [tokens, _DEPTH]),
+        tiled(operands.select, [neurons, _DEPTH]),
         operands.pointer(operands.select_bias),
         workspace.values,
         workspace.active,
@@ -61,14 +60,13 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
         "STAGES": _SELECT_STAGES,
     }
     grid = (min(stages.target.processors, work),)
-    kind = stages.kind, x.shape[0]
-    launch(kind, select_blocks_hopper, grid, arguments, constants, num_warps=4)
+    launch(stages.kind, select_blocks_hopper, grid, arguments, constants, num_warps=4)
 
 
 def launch_up(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     arguments = (
-        describe(x, [tiles.rows, _DEPTH]),
+        tiled(x, [tiles.rows, _DEPTH]),
         operands.up,
         operands.pointer(operands.up_bias),
         workspace.values,
@@ -88,18 +86,17 @@ def launch_up(stages: BlockStages, x: Tensor) -> None:
         "STAGES": _UP_STAGES,
     }
     grid = (min(stages.target.processors, stages.blocks(x.shape[0]) * stages.chunks),)
-    kind = stages.kind, x.shape[0]
-    launch(kind, up_blocks_hopper, grid, arguments, constants, num_warps=4)
+    launch(stages.kind, up_blocks_hopper, grid, arguments, constants, num_warps=4)
 
 
 def launch_down(stages: BlockStages, y: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     blocks = stages.blocks(y.shape[0])
     arguments = (
-        describe(workspace.hidden, [_DEPTH, tiles.rows]),
+        tiled(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
         operands.pointer(operands.down_bias),
-        describe(y, [tiles.rows // 2, _DOWN_WIDTH]),
+        tiled(y, [tiles.rows // 2, _DOWN_WIDTH]),
         workspace.lists,
         workspace.counts,
         blocks,
@@ -113,5 +110,4 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
         "STAGES": _DOWN_STAGES,
     }
     grid = (min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)
-    kind = stages.kind, y.shape[0]
-    launch(kind, down_blocks_hopper, grid, arguments, constants, num_warps=4)
+    launch(stages.kind, down_blocks_hopper, grid, arguments, constants, num_warps=4)

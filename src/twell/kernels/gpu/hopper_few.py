@@ -20,12 +20,16 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .hopper import describe
+from .few_tokens import STEADY, FewRun, few_kind
+from .hopper import tiled
 from .hopper_few_down import few_down_hopper
 from .hopper_few_select import few_select_up_hopper
+from .launch import kind_number, launch
 from .numbers import cdiv, power_of_two
 from .operands import Operands
+from .tape import Tapes, recorded, replay
 from .target import Target, target_of
+from .workspace import Piece, buffer_sizes, carve
 
 _TILE = 64
 _WARPS, _DOWN_WARPS = 4, 8
@@ -85,58 +89,75 @@ def hopper_few_tiles(target: Target, tokens: int, features: int, outputs: int) -
     return HopperFewTiles(rows, steps, gathered, stages, resident, part, width, side)
 
 
-def run_few_hopper(operands: Operands) -> tuple[Tensor, Tensor, int]:
-    """y [M, E] in two launches, active neurons per tile, and how many all tiles could hold."""
+def run_few_hopper(operands: Operands, tapes: Tapes | None) -> FewRun:
+    """The block in two launches; see `run_few`."""
     target = target_of(operands.x.device)
     tiles = hopper_few_tiles(target, operands.tokens, operands.features, operands.outputs)
     count = cdiv(operands.neurons, _TILE)
-    new = operands.x.new_empty
-    values = new(count * _TILE, tiles.rows)
-    neurons = new(count * _TILE, dtype=torch.int32)
-    counts = new(count, dtype=torch.int32)
-    y = new(operands.tokens, operands.outputs)
-    select = describe(operands.select, [_TILE, _DEPTH])
-    few_select_up_hopper[(min(target.processors, count),)](
+    parts = (
+        ((count * _TILE, tiles.rows), operands.x.dtype),
+        ((count * _TILE,), torch.int32),
+        ((count,), torch.int32),
+    )
+    buffer, (values, neurons, counts) = carve(operands.x.device, parts)
+    y = operands.x.new_empty(operands.tokens, operands.outputs)
+    tensors = (*operands.weights, buffer, operands.x, y)
+    kind = few_kind(operands)
+    if not replay(tapes, kind, tensors, operands.x.device):
+        with recorded(tapes, kind, tensors, STEADY, buffer_sizes(parts)):
+            _launch(operands, tiles, (values, neurons, counts), y)
+    return FewRun(y, counts, operands.neurons)
+
+
+def _launch(operands: Operands, tiles: HopperFewTiles, packed: tuple[Piece, Piece, Piece], y: Tensor) -> None:
+    """packed: values, neurons and counts."""
+    target = target_of(operands.x.device)
+    count = cdiv(operands.neurons, _TILE)
+    compiled = kind_number((operands.kind, tiles))
+    select = tiled(operands.select, [_TILE, _DEPTH])
+    arguments = (
         operands.x,
-        describe(operands.x, [tiles.rows, _DEPTH]),
+        tiled(operands.x, [tiles.rows, _DEPTH]),
         select,
-        select if operands.up is None else describe(operands.up, [_TILE, _DEPTH]),
+        select if operands.up is None else tiled(operands.up, [_TILE, _DEPTH]),
         operands.pointer(operands.up),
         operands.pointer(operands.select_bias),
         operands.pointer(operands.up_bias),
-        values,
-        neurons,
-        counts,
+        *packed,
         operands.tokens,
         operands.neurons,
         operands.features,
         operands.threshold,
-        HAS_SELECT_BIAS=operands.select_bias is not None,
-        HAS_UP_BIAS=operands.up_bias is not None,
-        GATED=operands.up is not None,
-        SQUARE=operands.square,
-        X_TILES=tiles.x_tiles,
-        GATHERED=tiles.gathered,
-        STAGES=tiles.stages,
-        RESIDENT=tiles.resident,
-        num_warps=_WARPS,
     )
-    few_down_hopper[(cdiv(operands.outputs, tiles.width), cdiv(operands.tokens, tiles.part))](
+    constants = {
+        "HAS_SELECT_BIAS": operands.select_bias is not None,
+        "HAS_UP_BIAS": operands.up_bias is not None,
+        "GATED": operands.up is not None,
+        "SQUARE": operands.square,
+        "X_TILES": tiles.x_tiles,
+        "GATHERED": tiles.gathered,
+        "STAGES": tiles.stages,
+        "RESIDENT": tiles.resident,
+    }
+    grid = (min(target.processors, count),)
+    launch(compiled, few_select_up_hopper, grid, arguments, constants, num_warps=_WARPS)
+    arguments = (
         operands.down,
         operands.pointer(operands.down_bias),
-        values,
-        neurons,
-        counts,
+        *packed,
         y,
         operands.tokens,
         operands.outputs,
         count,
-        HAS_BIAS=operands.down_bias is not None,
-        ROWS=tiles.rows,
-        PART=tiles.part,
-        WIDTH=tiles.width,
-        TILES=tiles.side,
-        num_warps=_DOWN_WARPS,
-        launch_pdl=True,  # its launch overlaps the first kernel
     )
-    return y, counts, operands.neurons
+    constants = {
+        "HAS_BIAS": operands.down_bias is not None,
+        "ROWS": tiles.rows,
+        "PART": tiles.part,
+        "WIDTH": tiles.width,
+        "TILES": tiles.side,
+    }
+    grid = (cdiv(operands.outputs, tiles.width), cdiv(operands.tokens, tiles.part))
+    # Its launch overlaps the first kernel.
+    options = {"num_warps": _DOWN_WARPS, "launch_pdl": True}
+    launch(compiled, few_down_hopper, grid, arguments, constants, **options)

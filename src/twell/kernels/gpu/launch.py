@@ -1,15 +1,19 @@
 """Kernel launches without Triton's look at every argument: that takes longer than small kernels run.
 
 The first launch of a kind goes through Triton, which compiles and returns the compiled kernel; later ones
-call that directly, as Triton itself does in the end.
+call that directly, as Triton itself does in the end. A `Tape` that is being recorded hears of every launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from types import BuiltinFunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 try:
     from triton import knobs
@@ -17,8 +21,51 @@ try:
 except ImportError:  # an older Triton: always through its front door
     knobs = CompiledKernel = None
 
+from .workspace import Piece
+
+if TYPE_CHECKING:
+    from .tape import Tape
+
 _MOST = 4096
-_compiled: dict[Hashable, Any] = {}
+_compiled: dict[Hashable, Known] = {}
+_kinds: dict[Hashable, int] = {}
+
+
+class Source(Protocol):
+    """What a kernel is given for a pointer: a tensor, or a piece of a workspace."""
+
+    dtype: torch.dtype
+    shape: Sequence[int]
+
+    def data_ptr(self) -> int: ...
+
+    def stride(self) -> tuple[int, ...]: ...
+
+
+class Tiled(NamedTuple):
+    """A source that a kernel reads or writes in tiles, through a tensor descriptor.
+
+    layout: Gluon's; None for Triton's own kernels.
+    """
+
+    source: Source
+    block: list[int]
+    layout: Any = None
+
+
+class _Recording(threading.local):
+    tape: Tape | None = None
+
+
+recording = _Recording()
+
+
+def kind_number(kind: Hashable) -> int:
+    """A number for a long kind: hashing it once for a call instead of once for every launch."""
+    if len(_kinds) >= _MOST and kind not in _kinds:
+        _kinds.clear()
+        _compiled.clear()
+    return _kinds.setdefault(kind, len(_kinds))
 
 
 def launch(
@@ -32,27 +79,161 @@ def launch(
     """Launch `kernel` on the current device and stream.
 
     kind:       everything that decides which compiled kernel it is: two launches of a kernel may share a kind
-                only if their arguments agree in types, in integer values and in alignment to 16 bytes, and
-                constants and options are the same. The device is added here.
+                only if their arguments agree in types, in alignment to 16 bytes and in the values of integers
+                (but for those that the kernel does not specialise on), and constants and options are the
+                same. The device is added here.
     arguments:  in the order of the kernel's signature, which ends with the constants in their order.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
     key = kernel.__name__, kind, device
     known = _compiled.get(key)
-    if known is None or _watched():
-        compiled = kernel[grid](*arguments, **constants, **options)
+    if known is None or is_watched():
+        real = [through_triton(argument) for argument in arguments]
+        compiled = kernel[grid](*real, **constants, **options)
         if CompiledKernel is not None and isinstance(compiled, CompiledKernel):
             if len(_compiled) >= _MOST:
                 _compiled.clear()
-            _compiled[key] = compiled
-        return
-    x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    hooks = (None, None, None)
-    known.run(x, y, z, stream, known.function, known.packed_metadata, *hooks, *arguments, *constants.values())
+            known = _compiled[key] = Known(compiled, constants)
+    else:
+        known.prepare(grid, arguments).launch(torch._C._cuda_getCurrentRawStream(device))
+    if recording.tape is not None:
+        recording.tape.add(known, kernel, grid, arguments, {**constants, **options})
 
 
-def _watched() -> bool:
+def is_watched() -> bool:
     """Whether a profiler wants to hear of launches; Triton tells it."""
     runtime = knobs.runtime
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+def through_triton(argument: Any) -> Any:
+    """`argument` as Triton's front door takes it."""
+    if isinstance(argument, Tiled):
+        source = through_triton(argument.source)
+        if argument.layout is None:
+            return TensorDescriptor.from_tensor(source, argument.block)
+        from triton.experimental.gluon.nvidia import hopper  # other devices need no Gluon
+
+        return hopper.TensorDescriptor.from_tensor(source, argument.block, argument.layout)
+    return argument.tensor() if isinstance(argument, Piece) else argument
+
+
+STREAM = 3  # its place among the values of a launch, in all versions
+
+
+class Values(NamedTuple):
+    """One launch: what is called, with which values, and where addresses go.
+
+    pointers:  (place, source)
+    maps:      (place, source, from its address to the tensor map that goes there)
+    """
+
+    call: Callable[..., None]
+    values: list
+    pointers: list[tuple[int, Source]]
+    maps: list[tuple[int, Source, Callable[[int], Any]]]
+
+    def launch(self, stream: int) -> None:
+        values = self.values
+        values[STREAM] = stream
+        for place, source in self.pointers:
+            values[place] = source.data_ptr()
+        for place, source, make in self.maps:
+            values[place] = make(source.data_ptr())
+        self.call(*values)
+
+
+class Known:
+    """A compiled kernel, and how it is called without Triton's front door."""
+
+    __slots__ = ("_call", "_constants", "_head", "_maps")
+
+    def __init__(self, compiled: CompiledKernel, constants: dict[str, Any]) -> None:
+        run = compiled.run
+        function, metadata = compiled.function, compiled.packed_metadata
+        hooks = (None, None, None)
+        self._constants = list(constants.values())
+        self._call, self._head, self._maps = run, [function, metadata, *hooks], None
+        described = getattr(compiled.metadata, "tensordesc_meta", None) or []
+        raw = _raw_launcher(run)
+        if raw is not None:
+            scratch = (None, None)
+            options = run.launch_cooperative_grid, run.launch_pdl
+            self._call, self._head = raw, [function, *options, *scratch, metadata, *hooks]
+            self._maps = [_map_maker(meta) for meta in described]
+
+    def prepare(self, grid: tuple[int, ...], arguments: Sequence) -> Values:
+        """The launch, all but its stream and addresses."""
+        x, y, z = (*grid, 1, 1)[:3]
+        values = [x, y, z, 0, *self._head]
+        pointers, maps = [], []
+        for argument in arguments:
+            kind = type(argument)
+            if kind is int or kind is float:
+                values.append(argument)
+            elif kind is Tiled:
+                maps.append((len(values), argument.source, self._maker(argument, len(maps))))
+                values.append(None)
+                if self._maps is not None:
+                    values += argument.source.shape
+                    values += argument.source.stride()
+            else:
+                pointers.append((len(values), argument))
+                values.append(None)
+        values += self._constants
+        return Values(self._call, values, pointers, maps)
+
+    def _maker(self, tiled: Tiled, number: int) -> Callable[[int], Any]:
+        shape, strides = list(tiled.source.shape), list(tiled.source.stride())
+        if self._maps is not None:
+            return self._maps[number](shape, strides)
+        dtype, block, layout = tiled.source.dtype, tiled.block, tiled.layout
+        return lambda address: _Described(_Address(address, dtype), shape, strides, block, layout)
+
+
+class _Address(NamedTuple):
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Described(NamedTuple):
+    """A tensor descriptor as compiled kernels read it; Triton's own check what was checked before."""
+
+    base: _Address
+    shape: list[int]
+    strides: list[int]
+    block_shape: list[int]
+    layout: Any
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+
+def _raw_launcher(run: Any) -> BuiltinFunctionType | None:
+    """The function in C that `run` calls in the end, where that is known: in Triton 3.6.
+
+    Around it Triton makes tensor maps of all descriptors anew, in Python, for every launch.
+    """
+    if not triton.__version__.startswith("3.6.") or run.global_scratch_size or run.profile_scratch_size:
+        return None
+    launch = run.launch
+    if not isinstance(launch, BuiltinFunctionType):
+        cells = zip(launch.__code__.co_freevars, launch.__closure__ or (), strict=True)
+        launch = {name: cell.cell_contents for name, cell in cells}.get("launcher")
+    return launch if isinstance(launch, BuiltinFunctionType) else None
+
+
+def _map_maker(meta: dict[str, Any]) -> Callable[[list[int], list[int]], Callable[[int], Any]]:
+    """(shape, strides) -> address -> tensor map, for a descriptor as it was compiled."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    fill = triton.runtime.driver.active.utils.fill_tma_descriptor
+    kind = meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"]
+
+    def of_shape(shape: list[int], strides: list[int]) -> Callable[[int], Any]:
+        return lambda address: fill(address, *kind, shape, strides, 0)
+
+    return of_shape

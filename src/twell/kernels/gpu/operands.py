@@ -50,6 +50,25 @@ class Operands:
         return self.threshold == 0 and not self.square
 
     @property
+    def kind(self) -> tuple:
+        """All but the number of tokens and the addresses: what decides which compiled kernels run."""
+        return (
+            self.x.dtype,
+            self.x.shape[1],
+            self.down.shape,
+            self.up is None,
+            self.threshold,
+            self.square,
+            self.select_bias is None,
+            self.up_bias is None,
+            self.down_bias is None,
+        )
+
+    @property
+    def weights(self) -> tuple[Tensor | None, ...]:
+        return self.select, self.up, self.down, self.select_bias, self.up_bias, self.down_bias
+
+    @property
     def precision(self) -> str:
         """How Triton multiplies float32: exactly. 16-bit products are exact in either mode."""
         return "ieee"
@@ -85,6 +104,11 @@ def readable(tensor: Tensor | None) -> Tensor | None:
         # "Contiguous" lets a dimension of size 1 keep any stride; descriptors do not.
         tensor = tensor.as_strided(tensor.shape, (tensor.shape[1], 1))
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def is_readable(tensor: Tensor | None) -> bool:
+    """Whether `readable` gives the tensor itself."""
+    return tensor is None or (tensor.is_contiguous() and readable(tensor).data_ptr() == tensor.data_ptr())
 
 
 def is_neuron_major(down: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Firing counts and magnitudes, from the workspace of the block kernels."""
+"""Firing counts and magnitudes, from the workspace of the block kernels; how active a dense call was."""
 
 from __future__ import annotations
 
@@ -58,3 +58,19 @@ def sum_magnitudes(
         value = tl.load(cell, mask=live[:, None] & known, other=0.0)
         total += tl.sum(tl.abs(value.to(tl.float32)), 1).to(tl.float64)
     tl.store(sums + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["M"])
+def count_unions(pre, counts, M, H, threshold, ROWS: tl.constexpr, NEURONS: tl.constexpr):
+    """counts[block, tile] = neurons of the tile that any token of the block activates; pre [M, H].
+
+    Grid: tiles of NEURONS, blocks of ROWS tokens. A NaN is not <= anything: it counts.
+    """
+    neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cell = pre + token.to(tl.int64)[:, None] * H + neuron[None, :]
+    inside = (token < M)[:, None] & (neuron < H)[None, :]
+    value = tl.load(cell, mask=inside, other=0.0).to(tl.float32)
+    live = inside & ((value > threshold) | (value != value))
+    found = tl.max(live.to(tl.int32), 0)
+    tl.store(counts + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), tl.sum(found, 0))

@@ -15,7 +15,7 @@ from ..dense import dense_backward, dense_forward
 from .backward.run import gpu_backward
 from .backward.stages import Active
 from .blocks import run_blocks
-from .forward import check_block_rows, output_of
+from .forward import check_block_rows, output_of, tapes_of
 from .operands import prepare, readable
 from .sizes import DEFAULT_ROWS, list_sizes
 
@@ -33,7 +33,8 @@ def train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnO
         return _dense(args, decision, record)
     operands = prepare(args)
     note_path("block", args.x, operands.neurons, reason=decision.reason)
-    run = run_blocks(operands, decision.block_rows or DEFAULT_ROWS, record, keep=True)
+    rows = decision.block_rows or DEFAULT_ROWS
+    run = run_blocks(operands, rows, record, keep=True, tapes=tapes_of(decision))
     if decision.read:
         decision.reading.take(run.counts, run.counts.numel() * operands.neurons)
     return output_of(run, operands), Saved(run.lists, run.counts)
@@ -56,7 +57,7 @@ def train_backward(
     crowded = None if share is None else share > _CROWDED
     # Hooks may hand back copies that are not aligned as the kernels expect.
     active = Active(readable(saved.lists), readable(saved.counts), decision.block_rows or DEFAULT_ROWS)
-    return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into)
+    return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into, tapes_of(decision))
 
 
 def _dense(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..hopper import describe, layout
+from ..hopper import layout, tiled
 from ..launch import launch
 from ..numbers import cdiv
 from .hopper_inputs import input_gradient_hopper
@@ -32,8 +32,8 @@ def launch_inputs(stages: BackwardStages, turn: int) -> None:
     operands, rows, out = stages.operands, stages.active.rows, stages.gradients.x
     tiles = stages.blocks * cdiv(operands.features, _WIDTH)
     arguments = (
-        describe(stages.pool.view(-1, rows), [_DEPTH, rows]),
-        describe(out, [rows // 2, _WIDTH]),
+        tiled(stages.pool.viewed(stages.planes * stages.rows, rows), [_DEPTH, rows]),
+        tiled(out, [rows // 2, _WIDTH]),
         out,
         operands.select,
         operands.up,
@@ -58,8 +58,8 @@ def launch_frequent(stages: BackwardStages) -> None:
     wide = max(operands.features, operands.outputs)
     most = cdiv(operands.neurons, neurons) * cdiv(wide, _WIDTH) * len(planes)
     arguments = (
-        describe(operands.x, [_DEPTH, _WIDTH]),
-        describe(stages.grad_y, [_DEPTH, _WIDTH]),
+        tiled(operands.x, [_DEPTH, _WIDTH]),
+        tiled(stages.grad_y, [_DEPTH, _WIDTH]),
         stages.pool,
         stages.places,
         stages.frequent_list,

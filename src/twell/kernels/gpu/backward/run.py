@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from ...args import Existing, FfnArgs
-from ..operands import prepare, readable
-from .stages import Active, BackwardStages, Gradients
+from ..operands import Operands, prepare, readable
+from ..tape import Tapes, recorded, stream_of, tape_of
+from ..workspace import workspace, zeros
+from .crowded import crowded_counter
+from .stages import Active, BackwardStages, Gradients, keeps_rest
 
 
 def gpu_backward(
@@ -18,6 +21,7 @@ def gpu_backward(
     needed: FfnArgs,
     crowded: bool | None = None,
     into: Existing | None = None,
+    tapes: Tapes | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias); never waits for the device.
 
@@ -27,10 +31,11 @@ def gpu_backward(
     crowded:  whether more than a third of the neurons is expected to be active, if that is known; see
               `BackwardStages`.
     into:     gradients of up, down and gate to add to, those that are needed; the result then has None there.
+    tapes:    of earlier calls of this layer, for those that come.
     """
     if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
-            return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into)
+            return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into, tapes)
     operands = prepare(args)
     gated = args.gate is not None
 
@@ -54,8 +59,7 @@ def gpu_backward(
         add=into is not None,
     )
     grad_y = readable(grad_y)
-    stages = BackwardStages(operands, active, grad_y, grad_l1, gradients, crowded)
-    stages.run()
+    _run(operands, active, grad_y, grad_l1, gradients, crowded, tapes)
     return (
         gradients.x,
         None if gradients.add else up,
@@ -65,3 +69,43 @@ def gpu_backward(
         grad_y.sum(0) if needed.down_bias else None,
         gradients.select_bias if gated else None,
     )
+
+
+_STEADY = 7  # weights, and a workspace that is kept
+
+
+def _run(
+    operands: Operands,
+    active: Active,
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    gradients: Gradients,
+    crowded: bool | None,
+    tapes: Tapes | None,
+) -> None:
+    """Fill `gradients`: as an earlier backward of this kind did it, or for the first time."""
+    device = operands.x.device
+    wanted = gradients.tensors
+    kind = (
+        "backward",
+        operands.kind,
+        operands.tokens,
+        active.rows,
+        crowded,
+        None if grad_l1 is None else grad_l1.dtype,
+        gradients.add,
+        tuple(None if tensor is None else tensor.dtype for tensor in wanted),
+    )
+    given = (operands.x, grad_y, active.lists, active.counts, grad_l1, *wanted)
+    tape = tape_of(tapes, kind, device)
+    if tape is not None:
+        rest = torch.empty_like(gradients.x) if keeps_rest(operands, gradients, crowded) else None
+        space, cleared = tape.sizes
+        buffers = rest, zeros(device, cleared), crowded_counter(device)
+        if tape.play((*operands.weights, workspace(device, space), *given, *buffers), stream_of(device)):
+            return
+    stages = BackwardStages(operands, active, grad_y, grad_l1, gradients, crowded)
+    buffers = stages.rest, stages.cleared, stages.crowded_counter
+    tensors = (*operands.weights, stages.workspace, *given, *buffers)
+    with recorded(tapes, kind, tensors, _STEADY, stages.sizes):
+        stages.run()

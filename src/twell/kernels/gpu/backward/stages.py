@@ -16,17 +16,18 @@ all their neurons for frequent, which needs fewer launches.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import launch
+from ..launch import Source, Tiled, kind_number, launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
 from ..sizes import ROUNDS
 from ..target import Target, target_of
+from ..workspace import Part, buffer_sizes, carve
 from .crowded import crowded_counter
 from .hidden import combine
 from .inputs import input_gradient
@@ -73,6 +74,15 @@ class Gradients:
     up_bias: Tensor | None
     add: bool = False
 
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.select, self.up, self.down, self.select_bias, self.up_bias
+
+
+def keeps_rest(operands: Operands, gradients: Gradients, crowded: bool | None) -> bool:
+    """Whether what rounding takes from grad_x is added in the next round."""
+    return gradients.x is not None and operands.x.dtype != torch.float32 and crowded is not False
+
 
 class BackwardStages:
     """One backward pass; `run` fills the gradients."""
@@ -91,9 +101,8 @@ class BackwardStages:
         Where it is not expected and happens all the same, grad_x is rounded once per round.
         """
         self.crowded = bool(crowded)
-        narrow = operands.x.dtype != torch.float32
-        keeps_rest = gradients.x is not None and narrow and crowded is not False
-        self.rest = torch.empty_like(gradients.x) if keeps_rest else None
+        self.crowded_counter = crowded_counter(operands.x.device)
+        self.rest = torch.empty_like(gradients.x) if keeps_rest(operands, gradients, crowded) else None
         self.operands, self.active, self.grad_y, self.grad_l1 = operands, active, grad_y, grad_l1
         self.gradients = gradients
         self.target: Target = target_of(operands.x.device)
@@ -106,21 +115,16 @@ class BackwardStages:
         weights = {0: gradients.down, 1: gradients.select, 2: gradients.up}
         self.wanted = tuple(plane for plane, target in weights.items() if target is not None)
         # What decides which compiled kernels run; see `launch`.
-        self.kind = (
-            operands.x.dtype,
+        kind = (
+            operands.kind,
             operands.tokens,
-            operands.features,
-            operands.outputs,
-            operands.neurons,
             active.rows,
-            operands.square,
-            operands.select_bias is None,
-            operands.up_bias is None,
-            self.gated,
+            self.hopper,
             self.wanted,
             gradients.add,
             self.targets()[0].dtype,
         )
+        self.kind = kind_number(kind)
         self._allocate()
 
     @property
@@ -132,12 +136,12 @@ class BackwardStages:
         return 3 if self.gated else 2
 
     @property
-    def _describe(self):
+    def _tiled(self) -> Callable[[Source, list[int]], Tiled]:
         if self.hopper:
-            from ..hopper import describe
+            from ..hopper import tiled
 
-            return describe
-        return TensorDescriptor.from_tensor
+            return tiled
+        return Tiled
 
     @property
     def rows(self) -> int:
@@ -170,7 +174,7 @@ class BackwardStages:
             self.counters,
             self.all_bounds,
             self.all_frequent,
-            crowded_counter(self.operands.x.device),
+            self.crowded_counter,
             self.blocks,
             self.operands.neurons,
             self.chunks_per_round,
@@ -188,15 +192,16 @@ class BackwardStages:
 
     def enter(self, turn: int) -> None:
         """Work on round `turn` from here on."""
-        self.counter, self.how_many = self._counters[2 * turn : 2 * turn + 2]
-        self.spans, self.work, self.bounds, self.frequent_list = self._rounds[turn]
+        self.counter, self.how_many = self.counters.row(2 * turn), self.counters.row(2 * turn + 1)
+        self.spans, self.work = self.all_spans.row(turn), self.all_work.row(turn)
+        self.bounds, self.frequent_list = self.all_bounds.row(turn), self.all_frequent.row(turn)
 
     def products(self) -> None:
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
-        describe = self._describe
+        tiled = self._tiled
         arguments = (
-            describe(operands.x, [rows, tiles.depth]),
-            describe(self.grad_y, [rows, tiles.depth]),
+            tiled(operands.x, [rows, tiles.depth]),
+            tiled(self.grad_y, [rows, tiles.depth]),
             operands.select,
             operands.down,
             operands.up if self.gated else operands.select,
@@ -301,7 +306,7 @@ class BackwardStages:
                 return
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
         arguments = (
-            TensorDescriptor.from_tensor(self.pool.view(-1, rows), [tiles.depth, rows]),
+            Tiled(self.pool.viewed(self.planes * self.rows, rows), [tiles.depth, rows]),
             operands.select,
             operands.up if self.gated else operands.select,
             self.active.lists,
@@ -337,8 +342,8 @@ class BackwardStages:
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
         wide = max(operands.features, operands.outputs)
         arguments = (
-            TensorDescriptor.from_tensor(operands.x, [rows, tiles.width]),
-            TensorDescriptor.from_tensor(self.grad_y, [rows, tiles.width]),
+            Tiled(operands.x, [rows, tiles.width]),
+            Tiled(self.grad_y, [rows, tiles.width]),
             self.pool,
             self.places,
             self.frequent_list,
@@ -418,30 +423,31 @@ class BackwardStages:
         return tuple(other if target is None else target for target in targets)
 
     def _allocate(self) -> None:
-        blocks, neurons = self.blocks, self.operands.neurons
-        new = self.operands.x.new_empty
-
-        def numbers(*shape: int) -> Tensor:
-            return new(*shape, dtype=torch.int32)
-
-        # One allocation that starts as zeros: places, and two counters for every round, 16 bytes apart.
-        cleared = self.operands.x.new_zeros(blocks * neurons + 8 * ROUNDS, dtype=torch.int32)
-        self.places, self.counters = cleared[: blocks * neurons], cleared[blocks * neurons :]
-        self._counters = self.counters.split(4)
-        self.pool = new(self.planes, self.rows, self.active.rows)
-        # Of each round; rows of multiples of 16 bytes.
-        self.all_spans = numbers(ROUNDS, cdiv(blocks * 3, 4) * 4)
-        self.all_work = numbers(ROUNDS, cdiv(blocks * self.chunks_per_round * 3, 4) * 4)
-        self.all_bounds = numbers(ROUNDS, 4)
-        # The Hopper kernels read a whole tile of neurons without asking where the list ends.
-        self.all_frequent = numbers(ROUNDS, neurons + 256)
-        each = (self.all_spans, self.all_work, self.all_bounds, self.all_frequent)
-        self._rounds = list(zip(*(t.unbind(0) for t in each), strict=True))
-        self.firing, self.offsets = numbers(neurons), numbers(neurons)
-        self.before = numbers(blocks * neurons)
+        blocks, neurons, device = self.blocks, self.operands.neurons, self.operands.x.device
+        dtype = self.operands.x.dtype
+        # Places, and two counters for every round, 16 bytes apart: all zeros before the first kernel.
+        cleared = numbers(blocks * neurons), numbers(2 * ROUNDS, 4)
         # Rare neurons fire for at most so many tokens each.
         capacity = neurons * self.limit * _CANDIDATES
-        self.rare_tokens, self.rare_values = numbers(capacity), new(capacity, 4)
+        parts = (
+            ((self.planes, self.rows, self.active.rows), dtype),
+            # Of each round; rows of multiples of 16 bytes.
+            numbers(ROUNDS, cdiv(blocks * 3, 4) * 4),
+            numbers(ROUNDS, cdiv(blocks * self.chunks_per_round * 3, 4) * 4),
+            numbers(ROUNDS, 4),
+            # The Hopper kernels read a whole tile of neurons without asking where the list ends.
+            numbers(ROUNDS, cdiv(neurons + 256, 4) * 4),
+            numbers(neurons),
+            numbers(neurons),
+            numbers(blocks * neurons),
+            numbers(capacity),
+            ((capacity, 4), dtype),
+        )
+        self.cleared, (self.places, self.counters) = carve(device, cleared, cleared=True)
+        self.workspace, pieces = carve(device, parts)
+        self.sizes = buffer_sizes(parts, cleared)
+        self.pool, self.all_spans, self.all_work, self.all_bounds, self.all_frequent, *rest = pieces
+        self.firing, self.offsets, self.before, self.rare_tokens, self.rare_values = rest
 
     def _hopper_fits(self) -> bool:
         """16-bit types and whole steps of depth."""
@@ -453,6 +459,10 @@ class BackwardStages:
             and operands.outputs % 64 == 0
             and self.active.rows in (64, 128)
         )
+
+
+def numbers(*shape: int) -> Part:
+    return shape, torch.int32
 
 
 def _runs(planes: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -1,0 +1,458 @@
+"""What people get who set nothing: eager modules, models and `generate`; benchmarks/results/defaults.jsonl.
+
+bf16, D 2048, H 5632, gated, skewed synthetic gates (30% dead neurons, log-normal firing rates):
+
+    host          what the host takes for a call: sparse, for numbers of tokens seen before and for others,
+                  and dense, beside three nn.Linear modules with relu and product; the device is idle before
+    forward       eager modules, automatic plan, beside those modules
+    steps         forward and backward, automatic plan, with a synchronisation after every step
+    prefill       a forward pass of a 24-layer Llama in transformers, beside its stock twin
+    generate      default `generate`, token by token, of the same
+    checkpointed  training steps of 8 layers, compiled and checkpointed, beside stock, the same way
+
+Outputs are compared with dense in the same run. Run it on an idle GPU:
+
+    python benchmarks/defaults.py [--only SECTION ...] [--quick] [--commit HASH] [--out FILE]
+
+To see whether the script itself works, without a GPU and with small shapes: --device cpu --tiny --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from _ffn import console, layer, save, shape_of, tokens
+from twell import Plan, SparseMLP, reference
+from twell.measure import Record, Timing, compare, make_record
+
+RESULTS = Path(__file__).parent / "results" / "defaults.jsonl"
+MODULES = "nn.Linear modules, eager"
+STOCK = "stock Llama, eager"
+WARM = 3  # samples that do not count
+STOCK_COMPILED = "stock Llama, compiled and checkpointed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is measured. vocabulary, layers: of the models."""
+
+    hidden: int = 2048
+    neurons: int = 5632
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    few: tuple[int, ...] = (1, 8, 64)
+    middle: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+    nnz: tuple[int, ...] = (24, 64, 5632)
+    steps: tuple[int, ...] = (1024, 2048, 4096, 16384)
+    prefill: tuple[int, ...] = (1024, 2048, 4096)
+    vocabulary: int = 32000
+    layers: int = 24
+    trained: tuple[int, int, int] = (8, 32, 1024)  # layers, sequences, tokens of each
+    prompt: int = 128
+    new_tokens: int = 64
+    compiler: str = "inductor"
+
+
+TINY = Setting(
+    hidden=64,
+    neurons=128,
+    dtype=torch.float32,
+    device="cpu",
+    few=(1,),
+    middle=(16,),
+    nnz=(8, 128),
+    steps=(16,),
+    prefill=(16,),
+    vocabulary=64,
+    layers=2,
+    trained=(2, 2, 8),
+    prompt=4,
+    new_tokens=4,
+    compiler="aot_eager",
+)
+
+
+class StockMlp(nn.Module):
+    """The block as transformers' LlamaMLP runs it, with relu."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        like = {"bias": False, "device": setting.device, "dtype": setting.dtype}
+        self.gate_proj = nn.Linear(setting.hidden, setting.neurons, **like)
+        self.up_proj = nn.Linear(setting.hidden, setting.neurons, **like)
+        self.down_proj = nn.Linear(setting.neurons, setting.hidden, **like)
+        self.act_fn = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Bench:
+    """Collects records; `quick` takes few repetitions."""
+
+    def __init__(self, setting: Setting, quick: bool) -> None:
+        self.setting, self.quick = setting, quick
+        self.records: list[Record] = []
+
+    @property
+    def repetitions(self) -> int:
+        return 6 if self.quick else 30
+
+    def modules(self, nnz: float) -> tuple[StockMlp, SparseMLP]:
+        """The same weights in both."""
+        s = self.setting
+        up, down, gate = layer(s.hidden, s.neurons, nnz, dtype=s.dtype, device=s.device)
+        weights = {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down.contiguous()}
+        stock, sparse = StockMlp(s), SparseMLP(s.hidden, s.neurons, device=s.device, dtype=s.dtype)
+        stock.load_state_dict(weights)
+        sparse.load_state_dict(weights)
+        return stock, sparse
+
+    def tokens(self, count: int) -> Tensor:
+        return tokens(count, self.setting.hidden, dtype=self.setting.dtype, device=self.setting.device)
+
+    def add(
+        self,
+        what: str,
+        timing: Timing,
+        baseline: str,
+        baseline_timing: Timing,
+        count: int,
+        nnz: float,
+        error: float | None = None,
+        **more: float,
+    ) -> None:
+        s = self.setting
+        record = make_record(
+            f"defaults/{what}",
+            timing,
+            unit="s",
+            baseline=baseline,
+            baseline_timing=baseline_timing,
+            shape=shape_of(count, s.hidden, s.neurons, dtype=s.dtype),
+            sparsity={"wanted_nnz": float(nnz), **more},
+            error=error,
+            device=s.device,
+            seed=0,
+        )
+        self.records.append(record)
+        console.print(
+            f"{what:28s} M {count:6d} nnz {nnz:5g}: {record.baseline_value * 1e6:10.1f} -> "
+            f"{record.value * 1e6:10.1f} us  {record.ratio:.2f}x"
+            + ("" if error is None else f"  difference {error:.1e}")
+        )
+
+    def wait(self) -> None:
+        if self.setting.device == "cuda":
+            torch.cuda.synchronize()
+
+
+@torch.no_grad()
+def host(bench: Bench) -> None:
+    s = bench.setting
+    stock, sparse = bench.modules(s.nnz[0])
+    dense = SparseMLP(s.hidden, s.neurons, plan=Plan(path="dense"), device=s.device, dtype=s.dtype)
+    dense.load_state_dict(stock.state_dict())
+    named = SparseMLP(s.hidden, s.neurons, plan=Plan(path="block"), device=s.device, dtype=s.dtype)
+    named.load_state_dict(stock.state_dict())
+    candidates = {MODULES: stock, "auto": sparse, "dense": dense, "block": named}
+    for count in (*s.few, *s.middle[:4]):
+        xs = [bench.tokens(count)] * 10
+        warm_up(sparse, xs[0], bench)
+        timings = host_times(bench, {name: (module, xs) for name, module in candidates.items()})
+        for name in list(candidates)[1:]:
+            bench.add(f"host/{name}", timings[name], MODULES, timings[MODULES], count, s.nnz[0])
+    # Numbers of tokens that nobody has seen: each is met once by every candidate.
+    for low, high in ((2, s.few[-1]), (s.middle[0], s.middle[-3])):
+        x = bench.tokens(high)
+        unseen = [x[: low + int(more)] for more in torch.randperm(max(high - low, 0))]
+        if len(unseen) > 5 * WARM:
+            timings = host_times(bench, {MODULES: (stock, unseen), "block": (named, unseen)}, once=True)
+            bench.add("host/unseen", timings["block"], MODULES, timings[MODULES], high, s.nnz[0])
+
+
+def host_times(
+    bench: Bench, candidates: Mapping[str, tuple[nn.Module, list[Tensor]]], once: bool = False
+) -> dict[str, Timing]:
+    """Seconds of the host per call, ten calls a sample, the device idle before; once: no x twice."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    rounds = bench.repetitions + WARM
+    for turn in range(rounds):
+        for name, (module, xs) in candidates.items():
+            some = xs[5 * turn : 5 * turn + 5] if once else xs
+            if not some:
+                continue
+            bench.wait()
+            start = perf_counter()
+            for x in some:
+                module(x)
+            seconds[name].append((perf_counter() - start) / len(some))
+            bench.wait()
+    return {name: Timing(tuple(found[WARM:])) for name, found in seconds.items()}
+
+
+@torch.no_grad()
+def warm_up(module: nn.Module, x: Tensor, bench: Bench) -> None:
+    """Compiles, and lets automatic plans learn."""
+    for _ in range(70):
+        module(x)
+    bench.wait()
+
+
+@torch.no_grad()
+def forward(bench: Bench) -> None:
+    s = bench.setting
+    for nnz in s.nnz:
+        stock, sparse = bench.modules(nnz)
+        for count in (*s.few, *s.middle):
+            x = bench.tokens(count)
+            warm_up(sparse, x, bench)
+            timings = compare(
+                {MODULES: lambda x=x, f=stock: f(x), "auto": lambda x=x, f=sparse: f(x)},
+                device=s.device,
+                repetitions=bench.repetitions,
+                calls_per_sample=40,
+            )
+            error = reference.relative_error(sparse(x), stock(x).float())
+            bench.add("forward/auto", timings["auto"], MODULES, timings[MODULES], count, nnz, error)
+
+
+def steps(bench: Bench) -> None:
+    s = bench.setting
+    for nnz in s.nnz[:2]:
+        stock, sparse = bench.modules(nnz)
+        for count in s.steps:
+            x = bench.tokens(count).requires_grad_()
+            grad_y = torch.randn_like(x)
+
+            def step(module: nn.Module, x: Tensor = x, grad_y: Tensor = grad_y) -> tuple[Tensor, ...]:
+                y = module(x)
+                return torch.autograd.grad(y, (x, *module.parameters()), grad_y)
+
+            candidates = {MODULES: stock, "auto": sparse}
+            for module in candidates.values():
+                for _ in range(40):
+                    step(module)
+            bench.wait()
+            waited: dict[str, list[float]] = {name: [] for name in candidates}
+            launched: dict[str, list[float]] = {name: [] for name in candidates}
+            for _ in range(bench.repetitions):
+                for name, module in candidates.items():
+                    start = perf_counter()
+                    step(module)
+                    launched[name].append(perf_counter() - start)
+                    bench.wait()
+                    waited[name].append(perf_counter() - start)
+            expected, found = step(stock), step(sparse)
+            error = max(reference.relative_error(a, b.float()) for a, b in zip(found, expected, strict=True))
+            for what, seconds in (("steps/waited", waited), ("steps/host", launched)):
+                timings = {name: Timing(tuple(values)) for name, values in seconds.items()}
+                bench.add(what, timings["auto"], MODULES, timings[MODULES], count, nnz, error)
+            del x, grad_y, expected, found
+            release(bench)
+
+
+def release(bench: Bench) -> None:
+    gc.collect()
+    if bench.setting.device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def models(setting: Setting, layers: int) -> tuple[nn.Module, nn.Module]:
+    """A stock Llama with relu, and ours with its weights: about nnz[0] active neurons in every layer."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM
+
+    sizes = {
+        "hidden_size": setting.hidden,
+        "intermediate_size": setting.neurons,
+        "num_hidden_layers": layers,
+        "num_attention_heads": max(setting.hidden // 64, 1),
+        "num_key_value_heads": max(setting.hidden // 64, 1),
+        "vocab_size": setting.vocabulary,
+        "max_position_embeddings": 8192,
+    }
+    torch.manual_seed(0)
+    with torch.device(setting.device):
+        stock = LlamaForCausalLM(LlamaConfig(**sizes, hidden_act="relu")).to(setting.dtype)
+        sparse = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes, activation="relu")).to(setting.dtype)
+    # Feature 0 stays what the embedding made it, so every layer sees what its gates were made for.
+    hidden, neurons = setting.hidden, setting.neurons
+    up, _, gate = layer(hidden, neurons, setting.nnz[0], dtype=setting.dtype, device=setting.device)
+    with torch.no_grad():
+        stock.model.embed_tokens.weight.normal_()[:, 0] = 8
+        for decoder in stock.model.layers:
+            order = torch.randperm(neurons, device=setting.device)
+            decoder.mlp.gate_proj.weight.copy_(gate[order])
+            decoder.mlp.up_proj.weight.copy_(up[order])
+            decoder.mlp.down_proj.weight.normal_(std=0.002)[0] = 0
+            decoder.self_attn.o_proj.weight.mul_(0.02)[0] = 0
+            # The norm before a block scales what it sees; this undoes it.
+            decoder.post_attention_layernorm.weight.fill_(((64 + hidden - 1) / hidden) ** 0.5)
+    sparse.load_state_dict(stock.state_dict())
+    return stock.eval(), sparse.eval()
+
+
+@torch.no_grad()
+def prefill(bench: Bench) -> None:
+    s = bench.setting
+    stock, sparse = models(s, s.layers)
+    for count in s.prefill:
+        ids = torch.randint(s.vocabulary, (1, count), device=s.device)
+        for _ in range(3):
+            sparse(ids, use_cache=False)
+        for _ in range(20):
+            sparse.model(ids, use_cache=False)
+        timings = compare(
+            {
+                STOCK: lambda ids=ids, model=stock.model: model(ids, use_cache=False),
+                "auto": lambda ids=ids, model=sparse.model: model(ids, use_cache=False),
+            },
+            device=s.device,
+            repetitions=bench.repetitions // 2,
+            calls_per_sample=3,
+        )
+        found = sparse.model(ids, use_cache=False).last_hidden_state
+        error = reference.relative_error(found, stock.model(ids, use_cache=False).last_hidden_state.float())
+        bench.add("prefill/auto", timings["auto"], STOCK, timings[STOCK], count, s.nnz[0], error)
+    del stock, sparse
+    release(bench)
+
+
+@torch.no_grad()
+def generate(bench: Bench) -> None:
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    s = bench.setting
+    stock, sparse = models(s, s.layers)
+    ids = torch.randint(s.vocabulary, (1, s.prompt), device=s.device)
+
+    class Clock(StoppingCriteria):
+        def __init__(self) -> None:
+            self.marks: list[float] = []
+
+        def __call__(self, input_ids: Tensor, scores: Tensor, **options: object) -> Tensor:
+            bench.wait()
+            self.marks.append(perf_counter())
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    def run(model: nn.Module) -> tuple[list[float], Tensor]:
+        clock = Clock()
+        out = model.generate(
+            ids,
+            max_new_tokens=s.new_tokens,
+            min_new_tokens=s.new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            stopping_criteria=StoppingCriteriaList([clock]),
+        )
+        return [b - a for a, b in zip(clock.marks, clock.marks[1:], strict=False)], out
+
+    seconds: dict[str, list[float]] = {"stock": [], "auto": []}
+    for _ in range(2):
+        run(stock)
+    run(sparse)  # compiles
+    first, _ = run(sparse)
+    for _ in range(1 if bench.quick else 4):
+        for name, model in (("stock", stock), ("auto", sparse)):
+            seconds[name] += run(model)[0]
+    timings = {name: Timing(tuple(values)) for name, values in seconds.items()}
+    same = float((run(stock)[1] == run(sparse)[1]).float().mean())
+    worst = max(seconds["auto"] + first) / timings["auto"].median
+    stock_worst = max(seconds["stock"]) / timings["stock"].median
+    bench.add(
+        "generate/auto",
+        timings["auto"],
+        STOCK,
+        timings["stock"],
+        1,
+        s.nnz[0],
+        same_tokens=same,
+        slowest_over_median=worst,
+        stock_slowest_over_median=stock_worst,
+    )
+    console.print(f"    same tokens {same:.2f}, slowest over median {worst:.2f}, stock {stock_worst:.2f}")
+    del stock, sparse
+    release(bench)
+
+
+def checkpointed(bench: Bench) -> None:
+    from twell.hf import compile_inside_checkpoints
+
+    s = bench.setting
+    layers, sequences, length = s.trained
+    stock, sparse = models(s, layers)
+    ids = torch.randint(s.vocabulary, (sequences, length), device=s.device)
+    candidates: dict[str, Callable[[], Tensor]] = {}
+    for name, model in ((STOCK_COMPILED, stock), ("auto", sparse)):
+        model.train()
+        model.config.use_cache = False
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if name == "auto":
+            compile_inside_checkpoints(model, backend=s.compiler)
+            run = model.model
+        else:
+            run = torch.compile(model.model, backend=s.compiler)
+
+        def step(run: Callable = run, model: nn.Module = model) -> Tensor:
+            hidden = run(ids, use_cache=False).last_hidden_state
+            loss = hidden.float().square().mean()
+            loss.backward()
+            model.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        candidates[name] = step
+        for _ in range(1 if s.device == "cpu" else 12):
+            step()
+    timings = compare(
+        candidates, device=s.device, warmup=1, repetitions=max(bench.repetitions // 3, 1), calls_per_sample=1
+    )
+    losses = [step() for step in candidates.values()]
+    error = abs(float(losses[1] - losses[0])) / float(losses[0])
+    count = sequences * length
+    bench.add(
+        "checkpointed/auto", timings["auto"], STOCK_COMPILED, timings[STOCK_COMPILED], count, s.nnz[0], error
+    )
+    del stock, sparse, candidates
+    release(bench)
+
+
+SECTIONS = {
+    "host": host,
+    "forward": forward,
+    "steps": steps,
+    "prefill": prefill,
+    "generate": generate,
+    "checkpointed": checkpointed,
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), help="sections to run")
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU")
+    parser.add_argument("--commit", help="to stamp records with where git is not available")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    bench = Bench(TINY if options.tiny else Setting(device=options.device), options.quick)
+    torch.manual_seed(0)
+    for name, section in SECTIONS.items():
+        if not options.only or name in options.only:
+            section(bench)
+            # After every section: an interrupted run keeps what it has.
+            save(bench.records, options.out, options.commit)
+
+
+if __name__ == "__main__":
+    main()

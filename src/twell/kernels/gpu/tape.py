@@ -1,0 +1,239 @@
+"""The launches of a call, recorded once and repeated on other tensors of the same kinds.
+
+A CUDA graph does this for fixed addresses, and its inputs and outputs have to be copied. A tape takes
+addresses anew with every call: nothing is copied, kept alive or shared, and calls on several streams or from
+several threads do not meet. Launching costs the host about 5 us a kernel and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .launch import STREAM, Known, Tiled, is_watched, recording
+from .workspace import Piece
+
+_MOST = 256  # tapes of one layer
+
+
+class _Place(NamedTuple):
+    """Where an argument lies: in which of the tape's tensors, so many bytes from its start."""
+
+    tensor: int
+    offset: int
+
+
+class _View(NamedTuple):
+    """A place, and the tensor that an interpreted kernel is given for it; block: of a `Tiled`."""
+
+    place: _Place
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    block: list[int] | None
+
+
+class _Launch(NamedTuple):
+    """One launch; the addresses of steady tensors are among the values.
+
+    pointers:  (place among the values, tensor, offset)
+    maps:      the same, and from an address to the tensor map that goes there
+    """
+
+    call: Callable[..., None]
+    values: list
+    pointers: list[tuple[int, int, int]]
+    maps: list[tuple[int, int, int, Callable[[int], Any]]]
+
+
+class _Interpreted(NamedTuple):
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: list
+    constants: dict[str, Any]
+
+
+class Tape:
+    """Launches that read and write `tensors` (None: not there) and nothing else.
+
+    The first `steady` of them, weights mostly, are expected to stay where they are.
+    sizes: of what has to be allocated for a call besides its results, in bytes; for those who play it.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], steady: int) -> None:
+        self.sizes: tuple[int, ...] = ()
+        self._steady = steady
+        self._ranges = [_range(tensor) for tensor in tensors]
+        self._complete = not _overlap(self._ranges)
+        self._recorded: list[Any] = []
+        self._bound: tuple[list[int], list[_Launch]] = ([], [])
+
+    def add(
+        self, known: Known | None, kernel: Any, grid: tuple[int, ...], arguments: Sequence, constants: dict
+    ) -> None:
+        """A launch that was made; known: None where Triton interprets."""
+        if not self._complete:
+            return
+        if known is None:
+            values = [self._view(argument) for argument in arguments]
+            self._recorded.append(_Interpreted(kernel, grid, values, constants))
+            return
+        launch = known.prepare(grid, arguments)
+        pointers = [(place, *self._place(source)) for place, source in launch.pointers]
+        maps = [(place, *self._place(source), make) for place, source, make in launch.maps]
+        self._recorded.append(_Launch(launch.call, launch.values, pointers, maps))
+
+    def finish(self) -> bool:
+        """Whether the tape can be played: all that launches were given is known."""
+        self._ranges = []
+        return self._complete and bool(self._recorded)
+
+    def play(self, tensors: Sequence[Tensor | None], stream: int) -> bool:
+        """Launch again, on the current device and its current stream; whether that could be.
+
+        tensors: of the shapes, strides and dtypes of those that were recorded.
+        """
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        for address in addresses:
+            if address & 15:  # kernels were compiled for aligned addresses
+                return False
+        if is_watched():
+            return False
+        if isinstance(self._recorded[0], _Interpreted):
+            self._interpret(tensors)
+            return True
+        steady, launches = self._bound
+        if steady != addresses[: self._steady]:
+            launches = self._bind(addresses[: self._steady])
+        for call, values, pointers, maps in launches:
+            values = values.copy()  # another thread may play this tape, too
+            values[STREAM] = stream
+            for place, tensor, offset in pointers:
+                values[place] = addresses[tensor] + offset
+            for place, tensor, offset, make in maps:
+                values[place] = make(addresses[tensor] + offset)
+            call(*values)
+        return True
+
+    def _bind(self, addresses: list[int]) -> list[_Launch]:
+        """Launches with the addresses of steady tensors filled in, for this call and the next."""
+        launches = []
+        for call, values, pointers, maps in self._recorded:
+            values = values.copy()
+            for place, tensor, offset in pointers:
+                if tensor < self._steady:
+                    values[place] = addresses[tensor] + offset
+            for place, tensor, offset, make in maps:
+                if tensor < self._steady:
+                    values[place] = make(addresses[tensor] + offset)
+            moving = [pointer for pointer in pointers if pointer[1] >= self._steady]
+            launches.append(_Launch(call, values, moving, [m for m in maps if m[1] >= self._steady]))
+        self._bound = (addresses, launches)
+        return launches
+
+    def _place(self, source: Tensor | Piece) -> _Place:
+        address = source.data_ptr()
+        for number, (start, end) in enumerate(self._ranges):
+            if start <= address < end:
+                return _Place(number, address - start)
+        self._complete = False
+        return _Place(0, 0)
+
+    def _view(self, argument: Any) -> Any:
+        block = None
+        if isinstance(argument, Tiled):
+            argument, block = argument.source, argument.block
+        if not hasattr(argument, "data_ptr"):
+            return argument
+        shape, strides = tuple(argument.shape), tuple(argument.stride())
+        return _View(self._place(argument), argument.dtype, shape, strides, block)
+
+    def _interpret(self, tensors: Sequence[Tensor | None]) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        def real(argument: Any) -> Any:
+            if not isinstance(argument, _View):
+                return argument
+            owner, start = tensors[argument.place.tensor], argument.place.offset
+            storage, first = owner.untyped_storage(), owner.storage_offset() * owner.dtype.itemsize
+            view = torch.empty(0, dtype=argument.dtype)
+            where = (first + start) // argument.dtype.itemsize
+            view.set_(storage, where, argument.shape, argument.strides)
+            return view if argument.block is None else TensorDescriptor.from_tensor(view, argument.block)
+
+        for kernel, grid, arguments, constants in self._recorded:
+            kernel[grid](*map(real, arguments), **constants)
+
+
+Tapes = dict[Hashable, Tape]
+
+
+def replay(
+    tapes: Tapes | None, kind: Hashable, tensors: Sequence[Tensor | None], device: torch.device
+) -> bool:
+    """Play the tape of calls of this kind on `tensors`; whether there was one."""
+    tape = tape_of(tapes, kind, device)
+    return tape is not None and tape.play(tensors, stream_of(device))
+
+
+def tape_of(tapes: Tapes | None, kind: Hashable, device: torch.device) -> Tape | None:
+    """The tape of calls of this kind, where it may be played: what is captured is launched in full."""
+    tape = None if tapes is None else tapes.get(kind)
+    return None if tape is None or is_capturing(device) else tape
+
+
+@contextmanager
+def recorded(
+    tapes: Tapes | None,
+    kind: Hashable,
+    tensors: Sequence[Tensor | None],
+    steady: int,
+    sizes: tuple[int, ...] = (),
+) -> Iterator[None]:
+    """Record the launches inside, to be replayed for calls of this kind; `tapes` None: do not.
+
+    steady, sizes: see `Tape`.
+    """
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    if tapes is None or is_capturing(device) or recording.tape is not None:
+        yield
+        return
+    tape = recording.tape = Tape(tensors, steady)
+    tape.sizes = sizes
+    try:
+        yield
+    finally:
+        recording.tape = None
+    if tape.finish():
+        if len(tapes) >= _MOST:
+            tapes.clear()
+        tapes[kind] = tape
+
+
+def stream_of(device: torch.device) -> int:
+    """The current one."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _range(tensor: Tensor | None) -> tuple[int, int]:
+    """Its first address, and the first after it."""
+    if tensor is None:
+        return 0, 0
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.dtype.itemsize if tensor.numel() else start
+
+
+def _overlap(ranges: list[tuple[int, int]]) -> bool:
+    """Whether an address may belong to two: what then comes later apart could not be told apart."""
+    there = sorted((start, end) for start, end in ranges if end > start)
+    return any(end > start for (_, end), (start, _) in pairwise(there))

@@ -1,0 +1,114 @@
+"""What the kernels of a call hand to each other, cut from one allocation."""
+
+from __future__ import annotations
+
+import math
+import threading
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .numbers import cdiv
+
+_ALIGNMENT = 256
+KEPT_BYTES = 32 << 20  # smaller workspaces stay; larger ones go back to the allocator, for others to use
+
+Part = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
+
+
+class Piece:
+    """A contiguous part of a workspace: what a kernel has to know of a tensor. Making tensors of all parts
+    would take the host longer than launching the kernels."""
+
+    __slots__ = ("_address", "_buffer", "_offset", "dtype", "shape")
+
+    def __init__(
+        self, buffer: Tensor, address: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """address: of the buffer; offset: in bytes."""
+        self._buffer, self._address, self._offset = buffer, address + offset, offset
+        self.shape, self.dtype = shape, dtype
+
+    def data_ptr(self) -> int:
+        return self._address
+
+    def stride(self) -> tuple[int, ...]:
+        return _strides(self.shape)
+
+    def viewed(self, *shape: int) -> Piece:
+        start = self._address - self._offset
+        return Piece(self._buffer, start, self._offset, shape, self.dtype)
+
+    def row(self, number: int) -> Piece:
+        """Of its first dimension."""
+        shape = self.shape[1:]
+        offset = self._offset + number * math.prod(shape) * self.dtype.itemsize
+        return Piece(self._buffer, self._address - self._offset, offset, shape, self.dtype)
+
+    def tensor(self) -> Tensor:
+        end = self._offset + math.prod(self.shape) * self.dtype.itemsize
+        return self._buffer[self._offset : end].view(self.dtype).view(self.shape)
+
+
+def carve(device: torch.device, parts: tuple[Part, ...], cleared: bool = False) -> tuple[Tensor, list[Piece]]:
+    """A workspace for work on the current stream of `device`, and its parts; cleared: of zeros."""
+    size, offsets = _places(parts)
+    buffer = zeros(device, size) if cleared else workspace(device, size)
+    address = buffer.data_ptr()
+    pieces = [Piece(buffer, address, offset, *part) for offset, part in zip(offsets, parts, strict=True)]
+    return buffer, pieces
+
+
+def zeros(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def buffer_sizes(*workspaces: tuple[Part, ...]) -> tuple[int, ...]:
+    """Bytes of workspaces with these parts."""
+    return tuple(_places(parts)[0] for parts in workspaces)
+
+
+class _Kept(threading.local):
+    """By device and stream. Calls of two threads on one stream may interleave, so threads have their own."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, int], Tensor] = {}
+
+
+_kept = _Kept()
+
+
+def workspace(device: torch.device, size: int) -> Tensor:
+    """`size` bytes or more, uninitialised, for work on the current stream of `device`."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        # What is captured must own its workspace: a graph may be replayed on any stream.
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    return workspace_on(device, torch._C._cuda_getCurrentRawStream(device.index), size)
+
+
+def workspace_on(device: torch.device, stream: int, size: int) -> Tensor:
+    """The same where it is known that nothing is captured; stream: the current one."""
+    buffer = _kept.buffers.get((device.index, stream))
+    if buffer is not None and buffer.shape[0] >= size:
+        return buffer
+    with torch.inference_mode(False):
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    if size <= KEPT_BYTES:
+        _kept.buffers[device.index, stream] = buffer
+    return buffer
+
+
+@lru_cache(maxsize=1024)
+def _places(parts: tuple[Part, ...]) -> tuple[int, list[int]]:
+    """Bytes in all, and where every part begins."""
+    offsets, end = [], 0
+    for shape, dtype in parts:
+        offsets.append(end)
+        end += cdiv(math.prod(shape) * dtype.itemsize, _ALIGNMENT) * _ALIGNMENT
+    return max(end, _ALIGNMENT), offsets
+
+
+@lru_cache(maxsize=4096)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
