@@ -23,6 +23,8 @@ from .accuracy import stock_dense
 class Asked:
     """Imitates what is decided on a GPU: each call and the next two run dense; remembers how many did."""
 
+    has_news = False
+
     def __init__(self):
         self.calls, self.settled = 0, []
 
@@ -176,11 +178,14 @@ def test_a_layer_elsewhere_in_memory_computes_with_what_it_holds(asked):
     down.data = down.mT.contiguous().mT.mul(2)
     up.data = up.clone()
     torch.testing.assert_close(ffn(x, up, down, gate), stock_dense(x, up, down, gate))
-    assert asked.calls == 1
+    assert asked.calls == 2  # of other strides
+    up.data, down.data = up * 2, (down.mT * 2).mT
+    torch.testing.assert_close(ffn(x, up, down, gate), stock_dense(x, up, down, gate))
+    assert asked.calls == 2
     for tensor in (up, down, gate):
         tensor.data = tensor.double()
     torch.testing.assert_close(ffn(x.double(), up, down, gate), stock_dense(x.double(), up, down, gate))
-    assert asked.calls == 2
+    assert asked.calls == 3
 
 
 def test_a_freed_layer_is_forgotten(asked):

@@ -46,6 +46,11 @@ def recorded_paths() -> Iterator[list[Ran]]:
         _listeners[:] = [other for other in _listeners if other is not ran]
 
 
+def listens() -> bool:
+    """Whether anybody does."""
+    return bool(_listeners)
+
+
 def note_path(path: str, x: torch.Tensor, neurons: int, phase: str = "forward", reason: str = "") -> None:
     """x [..., D] takes `path` through a block of `neurons`."""
     if torch.compiler.is_compiling() or not _listeners:

@@ -40,6 +40,11 @@ def accumulate_in_place() -> Iterator[None]:
         _users -= 1
 
 
+def accumulates_in_place() -> bool:
+    """Whether somebody asks for it."""
+    return _users > 0
+
+
 def existing_gradients(args: FfnArgs, needed: FfnArgs) -> Existing | None:
     """Gradients of the block's weights to add to; None unless there is one for every weight that needs it."""
     if not _users or torch.is_grad_enabled() or not _on_default_stream(args.x):

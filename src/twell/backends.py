@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._checks import reject
 from .kernels import cpu_training
-from .kernels.args import Decision, FfnArgs, FfnOutput, Gradients, Saved
+from .kernels.args import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
 from .kernels.cpu import cpu_forward
 from .kernels.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.dense import dense_backward, dense_forward
@@ -65,12 +65,14 @@ class Training:
     backward:  (args, saved, decision, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments.
     sizes:     (tokens, neurons, block_rows) -> sizes of the two saved tensors.
     adds:      whether `backward` takes an `Existing` more, and gives None where it has added to that.
+    repeat:    (args, decision, record) of a step whose forward has just run -> how it is run again, or None.
     """
 
     forward: Callable[[FfnArgs, Decision, bool], tuple[FfnOutput, Saved]]
     backward: Callable[..., Gradients]
     sizes: Callable[[int, int, int], tuple[int, int]]
     adds: bool = False
+    repeat: Callable[[FfnArgs, Decision, bool], StepRepeat | None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +199,12 @@ def _gpu_train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple
     return train_forward(args, decision, record)
 
 
+def _gpu_step_repeat(args: FfnArgs, decision: Decision, record: bool) -> StepRepeat | None:
+    from .kernels.gpu.training import gpu_step_repeat
+
+    return gpu_step_repeat(args, decision, record)
+
+
 def _gpu_train_backward(*arguments) -> Gradients:
     from .kernels.gpu.training import train_backward
 
@@ -239,6 +247,7 @@ register_backend(
             backward=_gpu_train_backward,
             sizes=list_sizes,
             adds=True,
+            repeat=_gpu_step_repeat,
         ),
     )
 )

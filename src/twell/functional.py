@@ -15,13 +15,13 @@ from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import PLAIN, FfnArgs, FfnOutput, cast_of
+from .kernels.args import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
 from .kernels.dense import dense_forward
 from .layer_state import LayerState, layer_of
 from .ops import ffn_op, run_training_step, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached
-from .prepared import PreparedDense, PreparedSparse, is_trained
+from .prepared import PreparedDense, PreparedSparse, PreparedStep, is_trained, token_bucket
 from .saving import wants_the_same_again
 
 
@@ -110,10 +110,10 @@ def run_ffn(
     if not torch.compiler.is_compiling():
         if layer is None:
             layer = _layer_of(tensors)
-        if layer is not None and not record and not compile_dense:
-            y = _repeated(tensors, activation, plan, layer)
-            if y is not None:
-                return FfnOutput(y)
+        if layer is not None and not compile_dense:
+            output = _repeated(tensors, activation, plan, record, layer)
+            if output is not None:
+                return output
     act = Activation.parse(activation)
     if plan is not None and not isinstance(plan, Plan):
         reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
@@ -139,14 +139,30 @@ def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
 
 
 def _repeated(
-    tensors: tuple[Tensor | None, ...], activation: str | Activation, plan: Plan | None, layer: LayerState
-) -> Tensor | None:
-    """y if this call repeats one that was decided before, else None."""
+    tensors: tuple[Tensor | None, ...],
+    activation: str | Activation,
+    plan: Plan | None,
+    record: bool,
+    layer: LayerState,
+) -> FfnOutput | None:
+    """What this call gives if it repeats one that was decided before, else None."""
     try:
-        prepared = layer.prepared.get(tensors[0].shape)
-        return None if prepared is None else prepared.run(tensors, activation, plan, layer)
+        x, output = tensors[0], None
+        prepared = layer.prepared.get(_kind_of(x, record))
+        if prepared is not None:
+            output = prepared.run(tensors, activation, plan, layer)
+        if output is None and layer.buckets and not record:
+            prepared = layer.buckets.get(token_bucket(x))
+            if prepared is not None:
+                output = prepared.run(tensors, activation, plan, layer)
     except AttributeError:  # something that is not a tensor: the checks say which
         return None
+    return output
+
+
+def _kind_of(x: Tensor, record: bool) -> tuple[int, ...]:
+    """What prepared calls are found by; a shape has no negative sizes."""
+    return (*x.shape, -1) if record else x.shape
 
 
 def _run(
@@ -200,14 +216,35 @@ def _run(
     elif training:
         output = run_training_step(args, decision, record)
     else:
-        backend = get_backend(decision.backend)
-        output = backend.forward(args, decision, record)
-        if decision.ahead and lasting and not record and backend.repeat is not None:
-            repeat = backend.repeat(args, decision)
-            if repeat is not None:
-                prepared = PreparedSparse(tensors, activation, plan, decision, repeat)
-                layer.keep_prepared(x.shape, prepared)
+        output = get_backend(decision.backend).forward(args, decision, record)
+    if decision.ahead and lasting and decision.backend != "dense":
+        _keep_repeat(tensors, args, plan, decision, training, record, layer)
     return _shaped(output, x, down)
+
+
+def _keep_repeat(
+    tensors: tuple[Tensor | None, ...],
+    args: FfnArgs,
+    plan: Plan | None,
+    decision: Decision,
+    training: bool,
+    record: bool,
+    layer: LayerState,
+) -> None:
+    """For calls like this one, which has just run on a sparse path."""
+    backend, x = get_backend(decision.backend), tensors[0]
+    if training:
+        repeats = None if backend.training is None else backend.training.repeat
+        # A checkpoint wants what this step has saved when it is computed again: no other kind of step.
+        repeat = None if repeats is None or wants_the_same_again() else repeats(args, decision, record)
+        if repeat is not None:
+            prepared = PreparedStep(tensors, args.activation, plan, decision, repeat, record)
+            layer.keep_prepared(_kind_of(x, record), prepared)
+    elif backend.repeat is not None and not record:
+        repeat = backend.repeat(args, decision)
+        if repeat is not None:
+            prepared = PreparedSparse(tensors, args.activation, plan, decision, repeat)
+            layer.keep_prepared(x.shape, prepared, token_bucket(x))
 
 
 def _run_observed(args: FfnArgs, resolution: Resolution, training: bool, record: bool) -> FfnOutput:

@@ -14,12 +14,13 @@ from collections.abc import Hashable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-LOOK_AGAIN = 64  # calls between readings, in the long run
+LOOK_AGAIN = 64  # training steps between readings, in the long run
 _MOST_PREPARED = 64  # shapes of x per layer; beyond, all are prepared again
 _log = logging.getLogger("twell")
 
@@ -36,13 +37,14 @@ class Reading:
     switches:  how often that has changed.
     """
 
-    __slots__ = ("_calls", "_next", "_pending", "_share", "ran", "sparse", "switches")
+    __slots__ = ("_arriving", "_calls", "_host", "_next", "_share", "_slots", "ran", "sparse", "switches")
 
     def __init__(self) -> None:
         self._share: float | None = None
-        self._pending: tuple[Tensor, int] | None = (
-            None  # counts on the host, and their sum if all were active
-        )
+        # Counts on the host, and their sum if all were active; `_arriving` shows them until they are there.
+        self._host: Tensor | None = None
+        self._slots = 0
+        self._arriving: np.ndarray | None = None
         self._calls, self._next = 0, 1
         self.ran = self.sparse = False
         self.switches = 0
@@ -53,11 +55,15 @@ class Reading:
 
         Looks at host memory only, so it may be asked while a CUDA graph is being captured.
         """
-        if self._pending is not None:
-            counts, slots = self._pending
-            if bool((counts >= 0).all()):
-                self._share, self._pending = float(counts.sum()) / slots, None
+        if self.has_news and (self._arriving >= 0).all():
+            self._share, self._arriving = float(self._arriving.sum()) / self._slots, None
         return self._share
+
+    @property
+    def has_news(self) -> bool:
+        """Whether counts arrive at this moment, or have arrived and were not looked at."""
+        # Counts are never negative: the reading has arrived when no -1 is left.
+        return self._arriving is not None and self._arriving[-1] >= 0
 
     def is_due(self, interval: int = LOOK_AGAIN) -> bool:
         """Count a call; whether it should run sparse and be read.
@@ -69,7 +75,7 @@ class Reading:
             return False
         self._next = min(2 * self._calls, (self._calls // interval + 1) * interval)
         _ = self.share  # a reading that has arrived makes room for the next
-        return self._pending is None
+        return self._arriving is None
 
     @property
     def calls_ahead(self) -> int:
@@ -82,10 +88,16 @@ class Reading:
 
     def take(self, counts: Tensor, slots: int) -> None:
         """Read `counts`, active neurons per block or tile; slots: their sum if all were active."""
-        # Counts are never negative: the reading has arrived when no -1 is left.
-        host = torch.full(counts.shape, -1, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda)
-        host.copy_(counts, non_blocking=True)
-        self._pending = (host, slots)
+        counts = counts.flatten()
+        if self._host is None or self._host.shape != counts.shape:
+            # Where nobody is sure to wait for the device, memory that it writes to by itself.
+            self._host = torch.empty(
+                counts.shape, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda
+            )
+        arriving = self._host.numpy()
+        arriving.fill(-1)
+        self._host.copy_(counts, non_blocking=True)
+        self._arriving, self._slots = arriving, slots
 
     def trains_sparse(self, enter: float, leave: float, layer: str) -> bool:
         """Whether steps should run sparse: once the share is at most `enter`, until it is above `leave`.
@@ -126,17 +138,20 @@ class Outcome(NamedTuple):
 class LayerState:
     """What is known of one layer.
 
-    prepared:  by the shape of x, what later calls may repeat without deciding again (`Prepared`).
+    prepared:  by the shape of x, and whether statistics are wanted, what later calls may repeat without
+               deciding again (`Prepared`).
+    buckets:   the same for calls with other numbers of tokens, by bucket (`kernels.gpu.sizes.bucket`).
     tapes:     by kind of call, launches that later ones repeat (`kernels.gpu.tape`).
     ran:       by phase ("forward", "backward"), what was decided last.
     size:      neurons and features, once known.
     """
 
-    __slots__ = ("__weakref__", "_readings", "prepared", "ran", "size", "tapes")
+    __slots__ = ("__weakref__", "_readings", "buckets", "prepared", "ran", "size", "tapes")
 
     def __init__(self) -> None:
         self._readings: dict[Kind, Reading] = {}
-        self.prepared: dict[torch.Size, Any] = {}
+        self.prepared: dict[Hashable, Any] = {}
+        self.buckets: dict[Hashable, Any] = {}
         self.tapes: dict[Hashable, Any] = {}
         self.ran: dict[str, Outcome] = {}
         self.size: tuple[int, int] | None = None
@@ -157,15 +172,20 @@ class LayerState:
     def readings(self) -> dict[Kind, Reading]:
         return dict(self._readings)
 
-    def keep_prepared(self, shape: torch.Size, call: Any) -> None:
-        before = self.prepared.pop(shape, None)
+    def keep_prepared(self, kind: Hashable, call: Any, bucket: Hashable = None) -> None:
+        """call: for calls of this kind, and of this bucket if there is one."""
+        if bucket is not None:
+            if len(self.buckets) >= _MOST_PREPARED:
+                self.buckets = {}
+            self.buckets[bucket] = call
+        before = self.prepared.pop(kind, None)
         if before is not None:
             before.settle()
         if len(self.prepared) >= _MOST_PREPARED:
             dropped, self.prepared = self.prepared, {}
             for other in dropped.values():
                 other.settle()
-        self.prepared[shape] = call
+        self.prepared[kind] = call
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
         return LayerState()  # a copy is another layer

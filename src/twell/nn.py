@@ -120,34 +120,40 @@ class SparseMLP(nn.Module):
             and self.training
             and torch.is_grad_enabled()
             and (self.plan is None or self.plan.path == "auto")
-            and self._projections_are_plain()
+            and self._plain_weights() is not None
         )
 
     def _forward_between_graphs(self, x: Tensor) -> Tensor:
         return self._forward(x, compile_dense=True)
 
     def _forward(self, x: Tensor, compile_dense: bool) -> Tensor:
-        if not self._projections_are_plain():
+        weights = self._plain_weights()
+        if weights is None:
             return self._forward_through_modules(x)
-        modules = self._modules
-        gate, up, down = modules.get("gate_proj"), modules["up_proj"], modules["down_proj"]
-        gate_weight, gate_bias = (None, None) if gate is None else _weight_and_bias(gate)
-        up_weight, up_bias = _weight_and_bias(up)
-        down_weight, down_bias = _weight_and_bias(down)
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
-        tensors = (x, up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias)
         # Not while tracing: a compiler would guard on it.
         layer = None if torch.compiler.is_compiling() else self._own_layer()
-        output = run_ffn(tensors, self.activation, self.plan, self.record, compile_dense, layer)
+        output = run_ffn((x, *weights), self.activation, self.plan, self.record, compile_dense, layer)
         if self.record:
-            if self.training and not torch.is_grad_enabled() and up_weight.requires_grad:
+            if self.training and not torch.is_grad_enabled() and weights[0].requires_grad:
                 self._say_that_l1_is_a_constant()
             y, self.last_stats = stats_of(output, x)
             return y
         if self.last_stats is not None:
             self.last_stats = None
         return output.y
+
+    def _plain_weights(self) -> tuple[Tensor | None, ...] | None:
+        """up, down, gate, up_bias, down_bias, gate_bias; None where a projection's own forward must run."""
+        modules = self._modules
+        up, down, gate = modules["up_proj"], modules["down_proj"], modules.get("gate_proj")
+        if not (_is_plain(up) and _is_plain(down) and (gate is None or _is_plain(gate))):
+            return None
+        up_weight, up_bias = _weight_and_bias(up)
+        down_weight, down_bias = _weight_and_bias(down)
+        gate_weight, gate_bias = (None, None) if gate is None else _weight_and_bias(gate)
+        return up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias
 
     def _own_layer(self) -> LayerState:
         if self._layer is None:
@@ -161,14 +167,6 @@ class SparseMLP(nn.Module):
                 "the L1 of a SparseMLP in training mode was recorded without gradients: under no_grad, or in "
                 "a reentrant checkpoint, where a penalty has no effect (use_reentrant=False keeps it)"
             )
-
-    def _projections_are_plain(self) -> bool:
-        """False once a projection was wrapped, parametrised or hooked: its own forward must then run."""
-        for name in ("gate_proj", "up_proj", "down_proj"):
-            projection = self._modules.get(name)  # no gate_proj if not gated
-            if projection is not None and not _is_plain(projection):
-                return False
-        return True
 
     def _forward_through_modules(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():
@@ -210,6 +208,7 @@ def _weight_and_bias(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 
 def _is_plain(projection: nn.Module) -> bool:
+    """False once it was wrapped, parametrised, patched or hooked: its own forward must then run."""
     return (
         type(projection) is nn.Linear
         and "forward" not in projection.__dict__

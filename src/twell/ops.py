@@ -21,10 +21,19 @@ from torch.autograd import forward_ad
 from ._checks import reject
 from ._flops import count_flops_in_torch
 from ._ran import note_path
-from .accumulation import existing_gradients
+from .accumulation import accumulates_in_place, existing_gradients
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import PLAIN, Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
+from .kernels.args import (
+    PLAIN,
+    Decision,
+    Existing,
+    FfnArgs,
+    FfnOutput,
+    Gradients,
+    Saved,
+    StepRepeat,
+)
 from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
 from .policy import decide_backward, decide_inside
 from .saving import saving_watcher
@@ -429,6 +438,77 @@ def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOut
     checkpointed = _is_open(decision) and saving_watcher() == "checkpoint"
     step = _CheckpointedStep if checkpointed else _TrainingStep
     return FfnOutput(*step.apply(decision, args.activation, record, *args[:-1]))
+
+
+class _RepeatedStep(torch.autograd.Function):
+    """A step that launches what an earlier one launched, both ways; x may have leading dimensions."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        repeat: StepRepeat,
+        decision: Decision,
+        activation: Activation,
+        record: bool,
+        *tensors: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        found = repeat.forward(*tensors)
+        if found is None:
+            x = tensors[0]
+            flat = FfnArgs(x.reshape(-1, x.shape[-1]), *tensors[1:], activation)
+            output, saved = _train(flat, decision, record)
+            found = output._replace(y=output.y.view(*x.shape[:-1], -1)), saved
+        output, saved = found
+        ctx.save_for_backward(*tensors, *saved)
+        # Hooks may hand back tensors that are laid out in another way.
+        ctx.repeat = repeat if saving_watcher() is None else None
+        _keep(ctx, decision, activation, output)
+        return tuple(output)
+
+    @staticmethod
+    def backward(
+        ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
+    ) -> tuple[Tensor | None, ...]:
+        needed = _needed_of(ctx.needs_input_grad[_REPEATED:], grad_y, grad_l1)
+        nothing = (None,) * _REPEATED
+        if not any(needed):
+            return (*nothing, *(None,) * _NUMBER)
+        x, *others = saved = ctx.saved_tensors
+        found = _repeated_gradients(ctx, saved, grad_y, grad_l1, FfnArgs(*needed, None))
+        if found is not None:
+            return (*nothing, *found)
+        flat = x.reshape(-1, x.shape[-1])
+        if grad_y is not None:
+            grad_y = grad_y.reshape(flat.shape[0], -1)
+        grad_x, *found = _eager_gradients(ctx.step, (flat, *others), grad_y, grad_l1, needed)
+        return (*nothing, None if grad_x is None else grad_x.view(x.shape), *found)
+
+
+def _repeated_gradients(
+    ctx, saved: Sequence[Tensor | None], grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
+) -> Gradients | None:
+    """As an earlier backward of this kind was run; None where there is more to it."""
+    if ctx.repeat is None or grad_y is None or accumulates_in_place() or torch.is_grad_enabled():
+        return None
+    if not _only_values_matter((*saved, grad_y, grad_l1)):
+        return None
+    decision, x, up = ctx.step.decision, saved[0], saved[1]
+    tensors, kept = saved[:_NUMBER], Saved(*saved[_NUMBER:])
+    found = ctx.repeat.backward(tensors, kept, grad_y, grad_l1, needed)
+    if found is not None:
+        decision.layer.note("backward", decision.path, decision.reason, decision.reading)
+        note_path(decision.path, x, up.shape[0], "backward", decision.reason)
+    return found
+
+
+_REPEATED = 4  # arguments of it before its tensors
+
+
+def repeat_training_step(
+    repeat: StepRepeat, decision: Decision, activation: Activation, record: bool, *tensors: Tensor | None
+) -> FfnOutput:
+    """An eager step on (x [..., D], ...), as one of its kind was run before; y [..., E]."""
+    return FfnOutput(*_RepeatedStep.apply(repeat, decision, activation, record, *tensors))
 
 
 def _save_for_second(ctx, inputs, output) -> None:

@@ -8,23 +8,77 @@ tensor: a layer's state must not keep its weights alive.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._ran import note_path
+from ._ran import listens, note_path
 from .activations import Activation
 from .backends import Repeat, registry_version
-from .kernels.args import Decision, FfnArgs
+from .kernels.args import Decision, FfnArgs, FfnOutput, StepRepeat
 from .kernels.dense import dense_forward, products_for
+from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
+from .ops import repeat_training_step
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
 from .saving import wants_the_same_again
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
-_override = os.environ.get  # a microsecond; looking the method up is a tenth of one
+# What `os.environ.get` looks up, which takes a microsecond for it.
+_environment = getattr(os.environ, "_data", {})
+_VARIABLE = os.fsencode(ENVIRONMENT_VARIABLE)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # False in builds without CUDA
+
+
+def _override() -> object:
+    """What the environment variable says, as it is stored."""
+    return _environment.get(_VARIABLE) if _environment else os.environ.get(ENVIRONMENT_VARIABLE)
+
+
+class _Kinds:
+    """Checks that operands are of the kinds of those that were decided about: None, or of one type, dtype,
+    device, shape and strides, with or without gradients."""
+
+    __slots__ = ("_check", "_kinds", "_there")
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._there = [t is not None for t in tensors]
+        self._kinds = self._of(tensors)
+        self._check = _compiled_check([t for t in tensors if t is not None])
+
+    def hold(self, tensors: Tensors) -> bool:
+        if [t is not None for t in tensors] != self._there:
+            return False
+        if self._check is not None:
+            return self._check(*[t for t in tensors if t is not None])
+        return self._of(tensors) == self._kinds
+
+    @staticmethod
+    def _of(tensors: Tensors) -> list:
+        return [
+            None
+            if t is None
+            else (type(t), t.dtype, t.device, t.shape, t.layout is _STRIDED and t.stride(), t.requires_grad)
+            for t in tensors
+        ]
+
+
+def _compiled_check(tensors: list[Tensor]) -> Callable[..., bool] | None:
+    """The same in C: what guards the graphs of torch.compile. It takes a tenth of the time, and looks at
+    dispatch keys, too. None where this version of torch has no such thing."""
+    try:
+        shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        guards = torch._C._dynamo.guards.TensorGuards
+        check = guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+        return check if check(*tensors) else None
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
+_STRIDED = torch.strided
 
 
 class Prepared:
@@ -35,7 +89,6 @@ class Prepared:
         "_calls",
         "_device_type",
         "_hooked",
-        "_kind",
         "_left",
         "_outcome",
         "_override",
@@ -46,37 +99,43 @@ class Prepared:
         "_spec",
         "_threads",
         "_training",
+        "_weights",
+        "_x",
     )
 
     def __init__(
         self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
     ) -> None:
-        self._kind, self._device_type = self._kind_of(tensors), tensors[0].device.type
+        self._x, self._weights = self._kind_of(tensors[0]), _Kinds(tensors[1:])
+        self._device_type = tensors[0].device.type
         self._activation, self._spec, self._plan = activation, activation.spec, plan
         self._calls = self._left = decision.ahead
         self._reading, self._reason = decision.reading, decision.reason
         self._outcome = decision.layer.ran["forward"]
-        self._override, self._registry = _override(ENVIRONMENT_VARIABLE), registry_version()
+        self._override, self._registry = _override(), registry_version()
         self._threads = torch.get_num_threads()
         self._training, self._hooked = is_trained(tensors), wants_the_same_again()
 
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
-    ) -> Tensor | None:
-        """y [..., D] if this call is like the one that was decided, else None.
+    ) -> FfnOutput | None:
+        """What this call gives if it is like the one that was decided, else None.
 
         That one passed every check with operands of the same kind, so none is repeated.
         """
-        if self._left <= 0 or not self._holds(tensors, activation, plan):
+        reading = self._reading
+        if self._left <= 0 or (reading is not None and reading.has_news):
             return None
-        y = self._compute(tensors)
-        if y is None:
+        if not self._holds(tensors, activation, plan):
+            return None
+        output = self._compute(tensors)
+        if output is None:
             return None
         self._left -= 1
         if self._left <= 0:
             self.settle()
         layer.ran["forward"] = self._outcome
-        return y
+        return output
 
     def settle(self) -> None:
         """Tell the reading how many calls were made; none is left."""
@@ -84,7 +143,7 @@ class Prepared:
             self._reading.count(self._calls - max(self._left, 0))
         self._calls = self._left = 0
 
-    def _compute(self, tensors: Tensors) -> Tensor | None:
+    def _compute(self, tensors: Tensors) -> FfnOutput | None:
         raise NotImplementedError
 
     def _holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
@@ -93,14 +152,15 @@ class Prepared:
             and forward_ad._current_level < 0
             and plan is self._plan
             and (activation is self._activation or activation == self._spec or activation == self._activation)
-            and _override(ENVIRONMENT_VARIABLE) == self._override
+            and _override() == self._override
             and torch.get_num_threads() == self._threads
             and registry_version() == self._registry
-            and self._kind_of(tensors) == self._kind
+            and self._kind_of(tensors[0]) == self._x
+            and self._weights.hold(tensors[1:])
             and self._gradients_as_before(tensors)
             and torch._C._len_torch_dispatch_stack() == 0
             and not torch.is_autocast_enabled(self._device_type)
-            and not (self._device_type == "cuda" and torch.cuda.is_current_stream_capturing())
+            and not (self._device_type == "cuda" and _is_capturing())
         )
 
     def _gradients_as_before(self, tensors: Tensors) -> bool:
@@ -110,9 +170,9 @@ class Prepared:
         return is_trained(tensors) == self._training and wants_the_same_again() == self._hooked
 
     @staticmethod
-    def _kind_of(tensors: Tensors) -> list:
-        """Of every operand in turn, what makes the call as valid as the one that was checked."""
-        return [None if t is None else (type(t), t.shape, t.dtype, t.device, t.layout) for t in tensors]
+    def _kind_of(x: Tensor) -> tuple:
+        """What makes a call as valid as the one that was checked."""
+        return type(x), x.shape, x.dtype, x.device, x.layout
 
 
 class PreparedDense(Prepared):
@@ -129,16 +189,16 @@ class PreparedDense(Prepared):
         args = FfnArgs(*tensors, activation)
         self._products = None if self._training else products_for(args, self._tuned)
 
-    def _compute(self, tensors: Tensors) -> Tensor:
+    def _compute(self, tensors: Tensors) -> FfnOutput:
         x = tensors[0]
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
-            return self._values(*tensors)
+            return FfnOutput(self._values(*tensors))
         args = FfnArgs(*tensors, self._activation)
         if x.dim() == 2:
-            return dense_forward(args, False, self._tuned, self._reason).y
+            return dense_forward(args, False, self._tuned, self._reason)
         args = args._replace(x=x.reshape(-1, x.shape[-1]))
         y = dense_forward(args, False, self._tuned, self._reason).y
-        return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1]))
+        return FfnOutput(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
 
     def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
         """The block from as few operations as it takes; nobody differentiates it or looks."""
@@ -153,7 +213,7 @@ class PreparedDense(Prepared):
 
 
 class PreparedSparse(Prepared):
-    """Calls that launch what was launched before."""
+    """Calls that launch what was launched before, for any number of tokens in the same `bucket`."""
 
     __slots__ = ("_repeat",)
 
@@ -168,22 +228,64 @@ class PreparedSparse(Prepared):
         super().__init__(tensors, activation, plan, decision)
         self._repeat = repeat
 
-    def _compute(self, tensors: Tensors) -> Tensor | None:
+    def run(
+        self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
+    ) -> FfnOutput | None:
+        # As in `Prepared`, in one go: this is what a token waits for in every layer.
+        reading = self._reading
+        if (
+            self._left <= 0
+            or (reading is not None and reading.has_news)
+            or not self._holds(tensors, activation, plan)
+        ):
+            return None
         y = self._repeat(*tensors)
-        if y is not None:
+        if y is None:
+            return None
+        self._left -= 1
+        if self._left <= 0:
+            self.settle()
+        layer.ran["forward"] = self._outcome
+        if listens():
             note_path(self._repeat.path, tensors[0], tensors[1].shape[0], reason=self._reason)
-        return y
+        return FfnOutput(y)
 
     @staticmethod
-    def _kind_of(tensors: Tensors) -> list:
-        """The kernels were compiled for these strides, too. (Layouts that have none are none of them.)"""
-        return [
-            None if t is None else (type(t), t.shape, t.dtype, t.device, t.layout is _STRIDED and t.stride())
-            for t in tensors
-        ]
+    def _kind_of(x: Tensor) -> tuple:
+        return type(x), x.shape[-1], x.dtype, x.device, x.layout is _STRIDED and x.is_contiguous()
 
 
-_STRIDED = torch.strided
+def token_bucket(x: Tensor) -> tuple[int, int] | None:
+    """Of x [..., D]; None without tokens."""
+    tokens = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
+    return bucket(tokens) if tokens else None
+
+
+class PreparedStep(Prepared):
+    """Training steps that launch what was launched before."""
+
+    __slots__ = ("_decision", "_record", "_repeat")
+
+    def __init__(
+        self,
+        tensors: Tensors,
+        activation: Activation,
+        plan: Plan | None,
+        decision: Decision,
+        repeat: StepRepeat,
+        record: bool,
+    ) -> None:
+        super().__init__(tensors, activation, plan, decision)
+        self._repeat, self._record = repeat, record
+        self._decision = decision._replace(read=False)
+
+    def _compute(self, tensors: Tensors) -> FfnOutput:
+        note_path("block", tensors[0], tensors[1].shape[0], reason=self._reason)
+        return repeat_training_step(self._repeat, self._decision, self._activation, self._record, *tensors)
+
+    @staticmethod
+    def _kind_of(x: Tensor) -> tuple:
+        return *PreparedSparse._kind_of(x), x.shape
 
 
 def is_trained(tensors: Tensors) -> bool:

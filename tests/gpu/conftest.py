@@ -21,15 +21,16 @@ def interpreted():
     """The name of a backend that runs the GPU kernels on CPU tensors."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels themselves are tested (-m gpu)")
-    from twell.kernels.gpu.forward import gpu_forward
+    from twell.kernels.gpu.forward import gpu_forward, gpu_repeat
     from twell.kernels.gpu.sizes import list_sizes
-    from twell.kernels.gpu.training import train_backward, train_forward
+    from twell.kernels.gpu.training import gpu_step_repeat, train_backward, train_forward
 
     training = Training(
         forward=train_forward,
         backward=train_backward,
         sizes=list_sizes,
         adds=True,
+        repeat=gpu_step_repeat,
     )
     register_backend(
         Backend(
@@ -37,6 +38,7 @@ def interpreted():
             paths=frozenset(PATHS),
             refusal=_refusal,
             forward=gpu_forward,
+            repeat=gpu_repeat,
             training=training,
             rules="gpu",
         )

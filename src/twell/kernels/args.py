@@ -108,6 +108,24 @@ class Saved(NamedTuple):
 Gradients = tuple[Tensor | None, ...]  # of x, up, down, gate, up_bias, down_bias, gate_bias
 
 
+class StepRepeat(Protocol):
+    """A training step that has run, to be run again on operands of the same shapes, strides and types."""
+
+    def forward(self, *tensors: Tensor | None) -> tuple[FfnOutput, Saved] | None:
+        """Of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias); None where it has to be run in
+        full."""
+
+    def backward(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        saved: Saved,
+        grad_y: Tensor,
+        grad_l1: Tensor | None,
+        needed: FfnArgs,
+    ) -> Gradients | None:
+        """Gradients of the seven; grad_y [..., E]."""
+
+
 class Existing(NamedTuple):
     """Gradients of weights that a backward adds to: of one dtype, [H, D] contiguous, down's [E, H] with
     contiguous columns; None where none is needed."""

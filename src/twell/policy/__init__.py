@@ -109,8 +109,7 @@ def _named(
 ) -> Decision:
     """A path that somebody names is taken as it is, where the kernels reach."""
     path, rows, backend, reason = resolution
-    ahead = 0 if training or record or get_backend(backend).repeat is None else _UNASKED
-    decision = Decision(path, rows, backend, reason, ahead=ahead, layer=layer)
+    decision = Decision(path, rows, backend, reason, ahead=_UNASKED, layer=layer)
     if get_backend(backend).rules != "gpu" or path == "dense":
         return decision
     unreachable = gpu.why_out_of_reach(args, training, rows or DEFAULT_ROWS)

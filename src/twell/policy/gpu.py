@@ -8,7 +8,13 @@ from .._log import log_once
 from ..crossover.gpu import Shape, share_limit
 from ..kernels.args import Decision, FfnArgs
 from ..kernels.gpu.operands import is_neuron_major
-from ..kernels.gpu.sizes import DEFAULT_ROWS, FEW_TOKENS, out_of_reach, out_of_reach_of_training
+from ..kernels.gpu.sizes import (
+    DEFAULT_ROWS,
+    FEW_TOKENS,
+    out_of_reach,
+    out_of_reach_of_training,
+    whole_blocks,
+)
 from ..kernels.gpu.target import target_of
 from ..layer_state import LayerState
 
@@ -27,8 +33,11 @@ TRAINING_OPERATIONS = 5e10
 # (D 2048, H 5632, 16,384 tokens) 1.33x at 0.49, 0.8x with all active.
 _ENTER, _LEAVE = 0.6, 0.65
 
+# Calls between readings of a layer, in the long run: one that is read takes the host as long as a few others.
+LOOK_AGAIN = 256
+
 # More calls that nobody counts; then limits are looked up again, which tuning may have changed.
-UNREAD = 63
+UNREAD = 255
 
 # A block that is not gated has a slower down kernel: not measured with everything active.
 _PLAIN_LIMIT = 0.5
@@ -60,7 +69,7 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
     if limit >= 1:
         reading.ran = True
         return block._replace(ahead=UNREAD)
-    due, first = reading.is_due(), not reading.ran
+    due, first = reading.is_due(LOOK_AGAIN), not reading.ran
     if fits or (due and first):
         reading.ran = True
         ahead = reading.calls_ahead if fits else 0
@@ -88,9 +97,10 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
     sparse = reading.trains_sparse(_ENTER, _LEAVE, name)
     reason = _READ if due else _known(reading.share, _LEAVE if sparse else _ENTER)
-    if due or sparse:
-        return Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)
     ahead = 0 if capturing else reading.calls_ahead
+    if due or sparse:
+        block = Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)
+        return block._replace(ahead=ahead if sparse else 0)
     return dense._replace(reason=reason, reading=reading, ahead=ahead)
 
 
@@ -119,9 +129,9 @@ def why_out_of_reach(args: FfnArgs, training: bool, rows: int = DEFAULT_ROWS) ->
 
 
 def operations(args: FfnArgs) -> int:
-    """Of a dense forward pass."""
+    """Of a dense forward pass, of so many tokens as the kernels compute."""
     matrices = 2 if args.gate is None else 3
-    return 2 * matrices * args.x.shape[0] * args.selector.numel()
+    return 2 * matrices * whole_blocks(args.x.shape[0]) * args.selector.numel()
 
 
 def _known(share: float | None, limit: float) -> str:
@@ -137,7 +147,7 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
     neurons, hidden = args.selector.shape
     if args.x.dtype == torch.float32:
         return 0.0, "float32 products run on tensor cores at reduced precision or not at all"
-    tokens = args.x.shape[0]
+    tokens = whole_blocks(args.x.shape[0])
     gated = args.gate is not None
     if operations(args) < TRANSPOSE_OPERATIONS and not is_neuron_major(args.down):
         reason = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .down import down_blocks
-from .launch import Tiled, kind_number, launch
+from .launch import Tiled, Tokens, kind_number, launch
 from .lists import list_active
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
@@ -77,13 +77,13 @@ class BlockStages:
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
         work = self.blocks(x.shape[0]) * cdiv(operands.neurons, tiles.select_neurons)
         arguments = (
-            Tiled(x, [tiles.rows, tiles.select_depth]),
+            Tiled(x, [tiles.rows, tiles.select_depth], by_tokens=True),
             Tiled(operands.select, [tiles.select_neurons, tiles.select_depth]),
             operands.pointer(operands.select_bias),
             workspace.values,
             workspace.active,
             workspace.counter,
-            x.shape[0],
+            Tokens(x.shape[0]),
             operands.neurons,
             operands.features,
             operands.threshold,
@@ -128,7 +128,7 @@ class BlockStages:
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
         most = self.blocks(x.shape[0]) * self.chunks
         arguments = (
-            Tiled(x, [tiles.rows, tiles.up_depth]),
+            Tiled(x, [tiles.rows, tiles.up_depth], by_tokens=True),
             operands.up,
             operands.pointer(operands.up_bias),
             workspace.values,
@@ -169,7 +169,7 @@ class BlockStages:
             workspace.lists,
             workspace.counts,
             y,
-            y.shape[0],
+            Tokens(y.shape[0]),
             operands.neurons,
             operands.outputs,
             self.chunks * self.chunk,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .block_stages import BlockStages
-from .launch import launch
+from .launch import Tokens, launch
 from .numbers import cdiv
 from .operands import Operands, element_bytes
 from .sizes import DEFAULT_ROWS, list_sizes
@@ -42,6 +42,9 @@ class Statistics:
     firing: Tensor
     sums: Tensor
 
+    def l1(self, tokens: int) -> Tensor:
+        return (self.sums.sum() / tokens).float()
+
 
 def run_blocks(
     operands: Operands, rows: int, record: bool, keep: bool = False, tapes: Tapes | None = None
@@ -58,19 +61,29 @@ def run_blocks(
             x.new_empty(size, dtype=torch.int32)
             for size in list_sizes(operands.tokens, operands.neurons, rows)
         )
-    statistics = _empty_statistics(stages, slab) if record else None
+    statistics = None
+    if record:
+        statistics = empty_statistics(operands.neurons, tokens_sums(operands, rows), x.device)
     outputs = y, lists, counts, *((statistics.firing, statistics.sums) if record else ())
     tensors = (*operands.weights, stages.workspace.buffer, x, *outputs)
     kind = blocks_kind(operands, rows, record, keep)
-    if not replay(tapes, kind, tensors, x.device):
+    if not replay(tapes, kind, tensors, x.device, tokens_to_play(operands, rows)):
         with recorded(tapes, kind, tensors, STEADY, (stages.workspace.bytes,)):
             _launch(stages, slab, y, lists, counts, statistics)
     return BlockRun(y, statistics, lists, counts if keep else stages.workspace.counts)
 
 
 def blocks_kind(operands: Operands, rows: int, record: bool, keep: bool) -> tuple:
-    """Of a tape."""
-    return "blocks", operands.kind, operands.tokens, rows or DEFAULT_ROWS, record, keep
+    """Of a tape: one for all numbers of tokens with so many blocks, as long as there is one slab."""
+    rows = rows or DEFAULT_ROWS
+    tokens = tokens_to_play(operands, rows)
+    count = operands.tokens if tokens is None else (cdiv(tokens, rows),)
+    return "blocks", operands.kind, count, rows, record, keep
+
+
+def tokens_to_play(operands: Operands, rows: int) -> int | None:
+    """What a tape is told; None for several slabs, which have numbers of tokens of their own."""
+    return operands.tokens if _slab_tokens(operands, rows or DEFAULT_ROWS) >= operands.tokens else None
 
 
 STEADY = 7  # weights, and a workspace that is kept
@@ -85,7 +98,11 @@ def _launch(
     statistics: Statistics | None,
 ) -> None:
     operands, rows = stages.operands, stages.tiles.rows
-    sums = None if statistics is None else iter(statistics.sums.split(_programs(stages, slab)))
+    sums = (
+        None
+        if statistics is None
+        else iter(statistics.sums.split(_programs(operands, min(slab, operands.tokens), rows)))
+    )
     for start in range(0, operands.tokens, slab):
         part = operands.x[start : start + slab]
         if lists is not None:
@@ -116,31 +133,37 @@ def _slab_tokens(operands: Operands, rows: int) -> int:
     return per_slab * rows
 
 
-def _empty_statistics(stages: BlockStages, slab: int) -> Statistics:
-    operands = stages.operands
-    device = operands.x.device
-    slabs = cdiv(operands.tokens, slab)
+def empty_statistics(neurons: int, sums: int, device: torch.device) -> Statistics:
+    """sums: how many; see `tokens_sums`."""
     return Statistics(
-        torch.zeros(operands.neurons, dtype=torch.int64, device=device),
-        torch.zeros(slabs * _programs(stages, slab), dtype=torch.float64, device=device),
+        torch.zeros(neurons, dtype=torch.int64, device=device),
+        torch.zeros(sums, dtype=torch.float64, device=device),
     )
 
 
-def _grid(stages: BlockStages, tokens: int) -> tuple[int, int]:
-    return cdiv(stages.operands.neurons, _NEURONS), cdiv(stages.blocks(tokens), _BLOCKS)
+def tokens_sums(operands: Operands, rows: int) -> int:
+    """How many sums of magnitudes a call leaves."""
+    slab = _slab_tokens(operands, rows)
+    return cdiv(operands.tokens, slab) * _programs(operands, min(slab, operands.tokens), rows)
 
 
-def _programs(stages: BlockStages, slab: int) -> int:
+def _grid(neurons: int, blocks: int) -> tuple[int, int]:
+    return cdiv(neurons, _NEURONS), cdiv(blocks, _BLOCKS)
+
+
+def _programs(operands: Operands, tokens: int, rows: int) -> int:
     """Of the statistics of one slab, rounded up to what is aligned."""
-    across, along = _grid(stages, min(slab, stages.operands.tokens))
+    across, along = _grid(operands.neurons, cdiv(tokens, rows))
     return cdiv(across * along, 2) * 2
 
 
 def _count_firing(stages: BlockStages, tokens: int, firing: Tensor) -> None:
     workspace = stages.workspace
-    arguments = workspace.values, workspace.active, firing, tokens, stages.operands.neurons, _BLOCKS
+    neurons = stages.operands.neurons
+    arguments = workspace.values, workspace.active, firing, Tokens(tokens), neurons, _BLOCKS
     constants = {"NEURONS": _NEURONS, "ROWS": stages.tiles.rows}
-    launch(stages.kind, count_firing, _grid(stages, tokens), arguments, constants)
+    grid = _grid(neurons, stages.blocks(tokens))
+    launch(stages.kind, count_firing, grid, arguments, constants)
 
 
 def _sum_magnitudes(stages: BlockStages, tokens: int, sums: Tensor) -> None:
@@ -150,10 +173,11 @@ def _sum_magnitudes(stages: BlockStages, tokens: int, sums: Tensor) -> None:
         workspace.active,
         workspace.counts,
         sums,
-        tokens,
+        Tokens(tokens),
         stages.operands.neurons,
         stages.chunks * stages.chunk,
         _BLOCKS,
     )
     constants = {"PACKED": stages.gated, "NEURONS": _NEURONS, "ROWS": stages.tiles.rows}
-    launch(stages.kind, sum_magnitudes, _grid(stages, tokens), arguments, constants)
+    grid = _grid(stages.operands.neurons, stages.blocks(tokens))
+    launch(stages.kind, sum_magnitudes, grid, arguments, constants)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .few import few_down, few_select_up
-from .launch import kind_number, launch
+from .launch import Tokens, kind_number, launch
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
+from .sizes import bucket
 from .tape import Tapes, recorded, replay
 from .target import Target, target_of
 from .workspace import Piece, buffer_sizes, carve
@@ -112,7 +113,7 @@ def run_few(operands: Operands, tapes: Tapes | None = None) -> FewRun:
     y = operands.x.new_empty(operands.tokens, operands.outputs)
     tensors = (*operands.weights, buffer, operands.x, y)
     kind = few_kind(operands)
-    if not replay(tapes, kind, tensors, operands.x.device):
+    if not replay(tapes, kind, tensors, operands.x.device, operands.tokens):
         with recorded(tapes, kind, tensors, STEADY, buffer_sizes(parts)):
             _launch(operands, tiles, (values, neurons, counts), y)
     return FewRun(y, counts, blocks * operands.neurons)
@@ -120,7 +121,7 @@ def run_few(operands: Operands, tapes: Tapes | None = None) -> FewRun:
 
 def few_kind(operands: Operands) -> tuple:
     """Of a tape."""
-    return "few", operands.kind, operands.tokens
+    return "few", operands.kind, bucket(operands.tokens)
 
 
 def _launch(operands: Operands, tiles: FewTiles, packed: tuple[Piece, Piece, Piece], y: Tensor) -> None:
@@ -137,7 +138,7 @@ def _launch(operands: Operands, tiles: FewTiles, packed: tuple[Piece, Piece, Pie
         operands.pointer(operands.select_bias),
         operands.pointer(operands.up_bias),
         *packed,
-        operands.tokens,
+        Tokens(operands.tokens),
         operands.neurons,
         operands.features,
         operands.threshold,
@@ -160,7 +161,7 @@ def _launch(operands: Operands, tiles: FewTiles, packed: tuple[Piece, Piece, Pie
         operands.pointer(operands.down_bias),
         *packed,
         y,
-        operands.tokens,
+        Tokens(operands.tokens),
         operands.outputs,
         count,
     )

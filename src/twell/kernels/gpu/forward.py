@@ -10,14 +10,14 @@ from ..._ran import note_path
 from ...activations import largest_at_most
 from ..args import Decision, FfnArgs, FfnOutput
 from ..dense import dense_forward, dense_forward_keeping
-from .blocks import BlockRun, blocks_kind, run_blocks
+from .blocks import BlockRun, blocks_kind, run_blocks, tokens_to_play
 from .few_tokens import few_kind, run_few
-from .launch import launch
+from .launch import is_watched, launch
 from .numbers import cdiv
 from .operands import Operands, is_readable, prepare
 from .sizes import DEFAULT_ROWS, FEW_TOKENS
 from .statistics import count_unions
-from .tape import Tape, Tapes
+from .tape import Tape, Tapes, stream_of
 from .workspace import workspace_on
 
 _COUNTED = 64  # neurons of one program that counts
@@ -83,17 +83,20 @@ def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
 
 
 class Repeat:
-    """A call that has run, to be run again on operands of the same shapes, strides and types.
+    """A call that has run, to be run again on operands of the same strides and types, and of the same shapes
+    but for leading dimensions of x, whose number of tokens is in the same `bucket`.
 
     path: "few" or "block".
     """
 
-    __slots__ = ("_device", "_gated", "_outputs", "_space", "_tape", "path")
+    __slots__ = ("_any_number", "_biased", "_device", "_gated", "_outputs", "_space", "_tape", "path")
 
-    def __init__(self, tape: Tape, args: FfnArgs, path: str) -> None:
-        self._tape, self.path = tape, path
+    def __init__(self, tape: Tape, args: FfnArgs, path: str, any_number: bool) -> None:
+        """any_number: of tokens, with which the tape can be played; else the one that was recorded."""
+        self._tape, self.path, self._any_number = tape, path, any_number
         (self._space,) = tape.sizes
         self._device, self._gated = args.x.device, args.gate is not None
+        self._biased = any(bias is not None for bias in (args.up_bias, args.down_bias, args.gate_bias))
         self._outputs = args.down.shape[0]
 
     def __call__(
@@ -107,37 +110,47 @@ class Repeat:
         gate_bias: Tensor | None,
     ) -> Tensor | None:
         """y [..., E] of x [..., D], or None where it has to be run in full; not while a graph is captured."""
-        device, stream = self._device, 0
-        if device.type == "cuda":
-            if torch._C._cuda_getDevice() != device.index:  # Triton launches on the current device
-                return None
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-        y = x.new_empty((*x.shape[:-1], self._outputs))
+        device, tape = self._device, self._tape
+        if not is_current(device) or is_watched():
+            return None
+        stream = stream_of(device)
+        shape = x.shape
+        y = torch.empty_like(x) if shape[-1] == self._outputs else x.new_empty((*shape[:-1], self._outputs))
         buffer = workspace_on(device, stream, self._space)
-        if self._gated:
+        tokens = x.numel() // shape[-1] if self._any_number else None
+        if not self._gated:
+            gate, up, gate_bias, up_bias = up, None, up_bias, None
+        if self._biased or tape.interpreted:
             tensors = gate, up, down, gate_bias, up_bias, down_bias, buffer, x, y
-        else:
-            tensors = up, None, down, up_bias, None, down_bias, buffer, x, y
-        return y if self._tape.play(tensors, stream) else None
+            return y if tape.play(tensors, stream, tokens) else None
+        lift = 0 if up is None else up.data_ptr()
+        steady = [gate.data_ptr(), lift, down.data_ptr(), 0, 0, 0, buffer.data_ptr()]
+        return y if tape.play_at(steady, (x.data_ptr(), y.data_ptr()), stream, tokens) else None
 
 
 def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
     """How a call that has just run is run again; None where its operands had to be copied, or nothing was
     recorded."""
-    operands = prepare(args) if decision.path == "block" and all(map(is_readable, _read(args))) else None
-    if operands is None or decision.layer is None:
+    if decision.path != "block" or decision.layer is None or not are_readable(args):
         return None
+    operands = prepare(args)
     if is_few(operands.tokens, decision):
-        path, kind = "few", few_kind(operands)
+        path, kind, any_number = "few", few_kind(operands), True
     else:
         path, kind = "block", blocks_kind(operands, decision.block_rows, record=False, keep=False)
+        any_number = tokens_to_play(operands, decision.block_rows) is not None
     tape = decision.layer.tapes.get(kind)
-    return None if tape is None else Repeat(tape, args, path)
+    return None if tape is None else Repeat(tape, args, path, any_number)
 
 
-def _read(args: FfnArgs) -> tuple[Tensor | None, ...]:
-    """The operands as the kernels read them."""
-    return args._replace(down=args.down.mT)[:-1]
+def are_readable(args: FfnArgs) -> bool:
+    """Whether the kernels read the operands themselves, and no copies."""
+    return all(map(is_readable, args._replace(down=args.down.mT)[:-1]))
+
+
+def is_current(device: torch.device) -> bool:
+    """Whether launches go there."""
+    return device.type != "cuda" or torch._C._cuda_getDevice() == device.index
 
 
 def is_few(tokens: int, decision: Decision) -> bool:
@@ -151,8 +164,7 @@ def tapes_of(decision: Decision) -> Tapes | None:
 def output_of(run: BlockRun, operands: Operands) -> FfnOutput:
     if run.statistics is None:
         return FfnOutput(run.y)
-    l1 = (run.statistics.sums.sum() / operands.tokens).float()
-    return FfnOutput(run.y, l1, run.statistics.firing)
+    return FfnOutput(run.y, run.statistics.l1(operands.tokens), run.statistics.firing)
 
 
 def _row(args: FfnArgs, decision: Decision) -> FfnOutput:

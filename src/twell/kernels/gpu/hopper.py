@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from .hopper_down import down_blocks_hopper
 from .hopper_select import select_blocks_hopper
 from .hopper_up import up_blocks_hopper
-from .launch import Source, Tiled, launch
+from .launch import Source, Tiled, Tokens, launch
 from .numbers import cdiv
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for([rows, columns], _ELEMENT[dtype])
 
 
-def tiled(source: Source, block: list[int]) -> Tiled:
-    return Tiled(source, block, layout(*block, source.dtype))
+def tiled(source: Source, block: list[int], by_tokens: bool = False) -> Tiled:
+    return Tiled(source, block, layout(*block, source.dtype), by_tokens)
 
 
 def launch_select(stages: BlockStages, x: Tensor) -> None:
@@ -41,13 +41,13 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
     neurons = _SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
     arguments = (
-        tiled(x, [tokens, _DEPTH]),
+        tiled(x, [tokens, _DEPTH], by_tokens=True),
         tiled(operands.select, [neurons, _DEPTH]),
         operands.pointer(operands.select_bias),
         workspace.values,
         workspace.active,
         workspace.counter,
-        x.shape[0],
+        Tokens(x.shape[0]),
         operands.neurons,
         operands.features,
         operands.threshold,
@@ -66,7 +66,7 @@ def launch_select(stages: BlockStages, x: Tensor) -> None:
 def launch_up(stages: BlockStages, x: Tensor) -> None:
     operands, workspace, tiles = stages.operands, stages.workspace, stages.tiles
     arguments = (
-        tiled(x, [tiles.rows, _DEPTH]),
+        tiled(x, [tiles.rows, _DEPTH], by_tokens=True),
         operands.up,
         operands.pointer(operands.up_bias),
         workspace.values,
@@ -96,7 +96,7 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
         tiled(workspace.hidden, [_DEPTH, tiles.rows]),
         operands.down,
         operands.pointer(operands.down_bias),
-        tiled(y, [tiles.rows // 2, _DOWN_WIDTH]),
+        tiled(y, [tiles.rows // 2, _DOWN_WIDTH], by_tokens=True),
         workspace.lists,
         workspace.counts,
         blocks,

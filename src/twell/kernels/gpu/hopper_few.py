@@ -24,7 +24,7 @@ from .few_tokens import STEADY, FewRun, few_kind
 from .hopper import tiled
 from .hopper_few_down import few_down_hopper
 from .hopper_few_select import few_select_up_hopper
-from .launch import kind_number, launch
+from .launch import Tokens, kind_number, launch
 from .numbers import cdiv, power_of_two
 from .operands import Operands
 from .tape import Tapes, recorded, replay
@@ -103,7 +103,7 @@ def run_few_hopper(operands: Operands, tapes: Tapes | None) -> FewRun:
     y = operands.x.new_empty(operands.tokens, operands.outputs)
     tensors = (*operands.weights, buffer, operands.x, y)
     kind = few_kind(operands)
-    if not replay(tapes, kind, tensors, operands.x.device):
+    if not replay(tapes, kind, tensors, operands.x.device, operands.tokens):
         with recorded(tapes, kind, tensors, STEADY, buffer_sizes(parts)):
             _launch(operands, tiles, (values, neurons, counts), y)
     return FewRun(y, counts, operands.neurons)
@@ -117,14 +117,14 @@ def _launch(operands: Operands, tiles: HopperFewTiles, packed: tuple[Piece, Piec
     select = tiled(operands.select, [_TILE, _DEPTH])
     arguments = (
         operands.x,
-        tiled(operands.x, [tiles.rows, _DEPTH]),
+        tiled(operands.x, [tiles.rows, _DEPTH], by_tokens=True),
         select,
         select if operands.up is None else tiled(operands.up, [_TILE, _DEPTH]),
         operands.pointer(operands.up),
         operands.pointer(operands.select_bias),
         operands.pointer(operands.up_bias),
         *packed,
-        operands.tokens,
+        Tokens(operands.tokens),
         operands.neurons,
         operands.features,
         operands.threshold,
@@ -146,7 +146,7 @@ def _launch(operands: Operands, tiles: HopperFewTiles, packed: tuple[Piece, Piec
         operands.pointer(operands.down_bias),
         *packed,
         y,
-        operands.tokens,
+        Tokens(operands.tokens),
         operands.outputs,
         count,
     )

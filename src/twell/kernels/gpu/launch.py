@@ -46,11 +46,17 @@ class Tiled(NamedTuple):
     """A source that a kernel reads or writes in tiles, through a tensor descriptor.
 
     layout: Gluon's; None for Triton's own kernels.
+    by_tokens: whether its rows are the tokens of the call; see `Tokens`.
     """
 
     source: Source
     block: list[int]
     layout: Any = None
+    by_tokens: bool = False
+
+
+class Tokens(int):
+    """The number of tokens of a call, which a kernel is given: a `Tape` may be played for another one."""
 
 
 class _Recording(threading.local):
@@ -116,31 +122,38 @@ def through_triton(argument: Any) -> Any:
         from triton.experimental.gluon.nvidia import hopper  # other devices need no Gluon
 
         return hopper.TensorDescriptor.from_tensor(source, argument.block, argument.layout)
+    if isinstance(argument, Tokens):
+        return int(argument)
     return argument.tensor() if isinstance(argument, Piece) else argument
 
 
 STREAM = 3  # its place among the values of a launch, in all versions
 
 
+Maker = Callable[[int, int | None], Any]  # from an address, and a number of rows if not its own, to a map
+
+
 class Values(NamedTuple):
     """One launch: what is called, with which values, and where addresses go.
 
     pointers:  (place, source)
-    maps:      (place, source, from its address to the tensor map that goes there)
+    maps:      (place, source, what makes the tensor map that goes there, whether its rows are tokens)
+    tokens:    places of numbers of tokens
     """
 
     call: Callable[..., None]
     values: list
     pointers: list[tuple[int, Source]]
-    maps: list[tuple[int, Source, Callable[[int], Any]]]
+    maps: list[tuple[int, Source, Maker, bool]]
+    tokens: list[int]
 
     def launch(self, stream: int) -> None:
         values = self.values
         values[STREAM] = stream
         for place, source in self.pointers:
             values[place] = source.data_ptr()
-        for place, source, make in self.maps:
-            values[place] = make(source.data_ptr())
+        for place, source, make, _ in self.maps:
+            values[place] = make(source.data_ptr(), None)
         self.call(*values)
 
 
@@ -167,29 +180,40 @@ class Known:
         """The launch, all but its stream and addresses."""
         x, y, z = (*grid, 1, 1)[:3]
         values = [x, y, z, 0, *self._head]
-        pointers, maps = [], []
+        pointers, maps, tokens = [], [], []
         for argument in arguments:
             kind = type(argument)
             if kind is int or kind is float:
                 values.append(argument)
+            elif kind is Tokens:
+                tokens.append(len(values))
+                values.append(int(argument))
             elif kind is Tiled:
-                maps.append((len(values), argument.source, self._maker(argument, len(maps))))
+                source, by_tokens = argument.source, argument.by_tokens
+                maps.append((len(values), source, self._maker(argument, len(maps)), by_tokens))
                 values.append(None)
                 if self._maps is not None:
-                    values += argument.source.shape
-                    values += argument.source.stride()
+                    if by_tokens:
+                        tokens.append(len(values))
+                    values += source.shape
+                    values += source.stride()
             else:
                 pointers.append((len(values), argument))
                 values.append(None)
         values += self._constants
-        return Values(self._call, values, pointers, maps)
+        return Values(self._call, values, pointers, maps, tokens)
 
-    def _maker(self, tiled: Tiled, number: int) -> Callable[[int], Any]:
+    def _maker(self, tiled: Tiled, number: int) -> Maker:
         shape, strides = list(tiled.source.shape), list(tiled.source.stride())
         if self._maps is not None:
             return self._maps[number](shape, strides)
         dtype, block, layout = tiled.source.dtype, tiled.block, tiled.layout
-        return lambda address: _Described(_Address(address, dtype), shape, strides, block, layout)
+
+        def make(address: int, rows: int | None) -> _Described:
+            base = _Address(address, dtype)
+            return _Described(base, shape if rows is None else [rows, *shape[1:]], strides, block, layout)
+
+        return make
 
 
 class _Address(NamedTuple):
@@ -226,14 +250,17 @@ def _raw_launcher(run: Any) -> BuiltinFunctionType | None:
     return launch if isinstance(launch, BuiltinFunctionType) else None
 
 
-def _map_maker(meta: dict[str, Any]) -> Callable[[list[int], list[int]], Callable[[int], Any]]:
-    """(shape, strides) -> address -> tensor map, for a descriptor as it was compiled."""
+def _map_maker(meta: dict[str, Any]) -> Callable[[list[int], list[int]], Maker]:
+    """(shape, strides) -> what makes tensor maps, for a descriptor as it was compiled."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     fill = triton.runtime.driver.active.utils.fill_tma_descriptor
     kind = meta["swizzle"], meta["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]], meta["block_size"]
 
-    def of_shape(shape: list[int], strides: list[int]) -> Callable[[int], Any]:
-        return lambda address: fill(address, *kind, shape, strides, 0)
+    def of_shape(shape: list[int], strides: list[int]) -> Maker:
+        def make(address: int, rows: int | None) -> Any:
+            return fill(address, *kind, shape if rows is None else [rows, *shape[1:]], strides, 0)
+
+        return make
 
     return of_shape

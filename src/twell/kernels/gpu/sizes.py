@@ -42,6 +42,19 @@ def fits(tokens: int, neurons: int, rows: int) -> bool:
     return cdiv(tokens, rows) * cdiv(cdiv(neurons, 128), ROUNDS) * 128 < _PLACES
 
 
+def bucket(tokens: int) -> tuple[int, int]:
+    """What numbers of tokens (>= 1) have in common that the same kernels take, with the same tiles and grids,
+    and that an automatic plan treats alike."""
+    if tokens <= FEW_TOKENS:
+        return 1 << (tokens - 1).bit_length(), cdiv(tokens, 16)
+    return 0, cdiv(tokens, 64)
+
+
+def whole_blocks(tokens: int) -> int:
+    """Tokens that kernels for many of them compute for so many."""
+    return tokens if tokens <= FEW_TOKENS else cdiv(tokens, DEFAULT_ROWS) * DEFAULT_ROWS
+
+
 def list_sizes(tokens: int, neurons: int, rows: int) -> tuple[int, int]:
     """Integers in the lists of active neurons (and what is read past their end), and in the counts."""
     blocks = -(-tokens // (rows or DEFAULT_ROWS))

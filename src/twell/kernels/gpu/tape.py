@@ -1,8 +1,8 @@
 """The launches of a call, recorded once and repeated on other tensors of the same kinds.
 
-A CUDA graph does this for fixed addresses, and its inputs and outputs have to be copied. A tape takes
-addresses anew with every call: nothing is copied, kept alive or shared, and calls on several streams or from
-several threads do not meet. Launching costs the host about 5 us a kernel and nothing else.
+A CUDA graph does this for fixed addresses and one number of tokens, and its inputs and outputs have to be
+copied. A tape takes addresses and tokens anew with every call: nothing is copied, kept alive or shared, and
+calls on several streams or from several threads do not meet. A launch takes the host 5 to 6 us.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .launch import STREAM, Known, Tiled, is_watched, recording
+from .launch import STREAM, Known, Maker, Tiled, Tokens, is_watched, recording
 from .workspace import Piece
 
 _MOST = 256  # tapes of one layer
@@ -29,26 +30,29 @@ class _Place(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A place, and the tensor that an interpreted kernel is given for it; block: of a `Tiled`."""
+    """A place, and the tensor that an interpreted kernel is given for it; block, by_tokens: of a `Tiled`."""
 
     place: _Place
     dtype: torch.dtype
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     block: list[int] | None
+    by_tokens: bool
 
 
 class _Launch(NamedTuple):
     """One launch; the addresses of steady tensors are among the values.
 
     pointers:  (place among the values, tensor, offset)
-    maps:      the same, and from an address to the tensor map that goes there
+    maps:      the same, what makes the tensor map that goes there, and whether its rows are tokens
+    tokens:    places of numbers of tokens
     """
 
     call: Callable[..., None]
     values: list
     pointers: list[tuple[int, int, int]]
-    maps: list[tuple[int, int, int, Callable[[int], Any]]]
+    maps: list[tuple[int, int, int, Maker, bool]]
+    tokens: list[int]
 
 
 class _Interpreted(NamedTuple):
@@ -71,6 +75,7 @@ class Tape:
         self._ranges = [_range(tensor) for tensor in tensors]
         self._complete = not _overlap(self._ranges)
         self._recorded: list[Any] = []
+        self._interpreted = False
         self._bound: tuple[list[int], list[_Launch]] = ([], [])
 
     def add(
@@ -85,55 +90,74 @@ class Tape:
             return
         launch = known.prepare(grid, arguments)
         pointers = [(place, *self._place(source)) for place, source in launch.pointers]
-        maps = [(place, *self._place(source), make) for place, source, make in launch.maps]
-        self._recorded.append(_Launch(launch.call, launch.values, pointers, maps))
+        maps = [(place, *self._place(source), *rest) for place, source, *rest in launch.maps]
+        self._recorded.append(_Launch(launch.call, launch.values, pointers, maps, launch.tokens))
+
+    @property
+    def interpreted(self) -> bool:
+        return self._interpreted
 
     def finish(self) -> bool:
         """Whether the tape can be played: all that launches were given is known."""
         self._ranges = []
+        self._interpreted = bool(self._recorded) and isinstance(self._recorded[0], _Interpreted)
         return self._complete and bool(self._recorded)
 
-    def play(self, tensors: Sequence[Tensor | None], stream: int) -> bool:
+    def play(self, tensors: Sequence[Tensor | None], stream: int, tokens: int | None = None) -> bool:
         """Launch again, on the current device and its current stream; whether that could be.
 
-        tensors: of the shapes, strides and dtypes of those that were recorded.
+        tensors:  of the shapes, strides and dtypes of those that were recorded, but for the number of tokens.
+        tokens:   that number, if it may be another one: one that takes the same tiles and grids.
         """
-        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        for address in addresses:
-            if address & 15:  # kernels were compiled for aligned addresses
-                return False
         if is_watched():
             return False
-        if isinstance(self._recorded[0], _Interpreted):
-            self._interpret(tensors)
+        if self._interpreted:
+            self._interpret(tensors, tokens)
             return True
-        steady, launches = self._bound
-        if steady != addresses[: self._steady]:
-            launches = self._bind(addresses[: self._steady])
-        for call, values, pointers, maps in launches:
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        return self.play_at(addresses[: self._steady], addresses[self._steady :], stream, tokens)
+
+    def play_at(
+        self, steady: Sequence[int], moving: Sequence[int], stream: int, tokens: int | None = None
+    ) -> bool:
+        """`play` on addresses, where nobody watches, and Triton does not interpret."""
+        for address in moving:
+            if address & 15:  # kernels were compiled for aligned addresses
+                return False
+        bound, launches = self._bound
+        if bound != steady:
+            if any(address & 15 for address in steady):
+                return False
+            launches = self._bind(steady)
+        for call, values, pointers, maps, counts in launches:
             values = values.copy()  # another thread may play this tape, too
             values[STREAM] = stream
             for place, tensor, offset in pointers:
-                values[place] = addresses[tensor] + offset
-            for place, tensor, offset, make in maps:
-                values[place] = make(addresses[tensor] + offset)
+                values[place] = moving[tensor] + offset
+            for place, tensor, offset, make, by_tokens in maps:
+                values[place] = make(moving[tensor] + offset, tokens if by_tokens else None)
+            if tokens is not None:
+                for place in counts:
+                    values[place] = tokens
             call(*values)
         return True
 
-    def _bind(self, addresses: list[int]) -> list[_Launch]:
-        """Launches with the addresses of steady tensors filled in, for this call and the next."""
-        launches = []
-        for call, values, pointers, maps in self._recorded:
+    def _bind(self, steady: Sequence[int]) -> list[_Launch]:
+        """Launches with the addresses of steady tensors filled in, for this call and the next; places count
+        moving ones only."""
+        launches, first = [], self._steady
+        for call, values, pointers, maps, tokens in self._recorded:
             values = values.copy()
             for place, tensor, offset in pointers:
-                if tensor < self._steady:
-                    values[place] = addresses[tensor] + offset
-            for place, tensor, offset, make in maps:
-                if tensor < self._steady:
-                    values[place] = make(addresses[tensor] + offset)
-            moving = [pointer for pointer in pointers if pointer[1] >= self._steady]
-            launches.append(_Launch(call, values, moving, [m for m in maps if m[1] >= self._steady]))
-        self._bound = (addresses, launches)
+                if tensor < first:
+                    values[place] = steady[tensor] + offset
+            for place, tensor, offset, make, _ in maps:
+                if tensor < first:
+                    values[place] = make(steady[tensor] + offset, None)
+            moving = [(place, number - first, *rest) for place, number, *rest in pointers if number >= first]
+            moving_maps = [(place, number - first, *rest) for place, number, *rest in maps if number >= first]
+            launches.append(_Launch(call, values, moving, moving_maps, tokens))
+        self._bound = (list(steady), launches)
         return launches
 
     def _place(self, source: Tensor | Piece) -> _Place:
@@ -145,26 +169,31 @@ class Tape:
         return _Place(0, 0)
 
     def _view(self, argument: Any) -> Any:
-        block = None
+        block, by_tokens = None, False
         if isinstance(argument, Tiled):
-            argument, block = argument.source, argument.block
+            argument, block, by_tokens = argument.source, argument.block, argument.by_tokens
         if not hasattr(argument, "data_ptr"):
             return argument
         shape, strides = tuple(argument.shape), tuple(argument.stride())
-        return _View(self._place(argument), argument.dtype, shape, strides, block)
+        return _View(self._place(argument), argument.dtype, shape, strides, block, by_tokens)
 
-    def _interpret(self, tensors: Sequence[Tensor | None]) -> None:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
+    def _interpret(self, tensors: Sequence[Tensor | None], tokens: int | None) -> None:
         def real(argument: Any) -> Any:
+            if isinstance(argument, Tokens):
+                return int(argument) if tokens is None else tokens
             if not isinstance(argument, _View):
                 return argument
             owner, start = tensors[argument.place.tensor], argument.place.offset
             storage, first = owner.untyped_storage(), owner.storage_offset() * owner.dtype.itemsize
             view = torch.empty(0, dtype=argument.dtype)
             where = (first + start) // argument.dtype.itemsize
-            view.set_(storage, where, argument.shape, argument.strides)
-            return view if argument.block is None else TensorDescriptor.from_tensor(view, argument.block)
+            shape = argument.shape
+            if argument.block is None:  # a pointer
+                return view.set_(storage, where, (1,), (1,))
+            if argument.by_tokens and tokens is not None:
+                shape = (tokens, *shape[1:])
+            view.set_(storage, where, shape, argument.strides)
+            return TensorDescriptor.from_tensor(view, argument.block)
 
         for kernel, grid, arguments, constants in self._recorded:
             kernel[grid](*map(real, arguments), **constants)
@@ -174,11 +203,15 @@ Tapes = dict[Hashable, Tape]
 
 
 def replay(
-    tapes: Tapes | None, kind: Hashable, tensors: Sequence[Tensor | None], device: torch.device
+    tapes: Tapes | None,
+    kind: Hashable,
+    tensors: Sequence[Tensor | None],
+    device: torch.device,
+    tokens: int | None,
 ) -> bool:
     """Play the tape of calls of this kind on `tensors`; whether there was one."""
     tape = tape_of(tapes, kind, device)
-    return tape is not None and tape.play(tensors, stream_of(device))
+    return tape is not None and tape.play(tensors, stream_of(device), tokens)
 
 
 def tape_of(tapes: Tapes | None, kind: Hashable, device: torch.device) -> Tape | None:

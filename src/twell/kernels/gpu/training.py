@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from ..._ran import note_path
+from ...layer_state import Reading
 from ..args import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
 from ..dense import dense_backward, dense_forward
-from .backward.run import gpu_backward
+from .backward.run import gpu_backward, replay_backward
 from .backward.stages import Active
-from .blocks import run_blocks
-from .forward import check_block_rows, output_of, tapes_of
-from .operands import prepare, readable
+from .blocks import blocks_kind, empty_statistics, run_blocks, tokens_sums, tokens_to_play
+from .forward import are_readable, check_block_rows, is_current, output_of, tapes_of
+from .operands import Operands, prepare, readable
 from .sizes import DEFAULT_ROWS, list_sizes
+from .tape import Tape, stream_of
+from .workspace import workspace_on
 
 # The backward has room for a third of the neurons at once, in whole chunks; above, it takes rounds.
 _CROWDED = 0.3
@@ -53,11 +56,105 @@ def train_backward(
     note_path(decision.path, args.x, args.up.shape[0], "backward", decision.reason)
     if decision.path == "dense":
         return dense_backward(args, grad_y, grad_l1, needed)
-    share = None if decision.reading is None else decision.reading.share
-    crowded = None if share is None else share > _CROWDED
+    crowded = _is_crowded(decision.reading)
     # Hooks may hand back copies that are not aligned as the kernels expect.
     active = Active(readable(saved.lists), readable(saved.counts), decision.block_rows or DEFAULT_ROWS)
     return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into, tapes_of(decision))
+
+
+class GpuStepRepeat:
+    """A step whose launches were recorded; see `StepRepeat`."""
+
+    def __init__(
+        self, tape: Tape, args: FfnArgs, operands: Operands, decision: Decision, record: bool
+    ) -> None:
+        self._tape, self._kind, self._tapes = tape, operands.kind, decision.layer.tapes
+        (self._space,) = tape.sizes
+        self._rows, self._reading = decision.block_rows or DEFAULT_ROWS, decision.reading
+        self._device, self._gated, self._outputs = args.x.device, args.gate is not None, args.down.shape[0]
+        self._tokens, self._neurons = operands.tokens, operands.neurons
+        self._played = tokens_to_play(operands, self._rows)
+        self._sizes = list_sizes(operands.tokens, operands.neurons, self._rows)
+        # Of the sums of magnitudes, where they are recorded.
+        self._sums = tokens_sums(operands, self._rows) if record else None
+
+    def forward(
+        self,
+        x: Tensor,
+        up: Tensor,
+        down: Tensor,
+        gate: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        gate_bias: Tensor | None,
+    ) -> tuple[FfnOutput, Saved] | None:
+        device = self._device
+        if not is_current(device):
+            return None
+        stream = stream_of(device)
+        y = x.new_empty((*x.shape[:-1], self._outputs))
+        lists, counts = (x.new_empty(size, dtype=torch.int32) for size in self._sizes)
+        results = (y, lists, counts)
+        if self._sums is not None:
+            statistics = empty_statistics(self._neurons, self._sums, device)
+            results = (*results, statistics.firing, statistics.sums)
+        weights = self._weights(up, down, gate, up_bias, down_bias, gate_bias)
+        buffer = workspace_on(device, stream, self._space)
+        if not self._tape.play((*weights, buffer, x, *results), stream, self._played):
+            return None
+        saved = Saved(lists, counts)
+        if self._sums is None:
+            return FfnOutput(y), saved
+        return FfnOutput(y, statistics.l1(self._tokens), statistics.firing), saved
+
+    def backward(
+        self,
+        tensors: tuple[Tensor | None, ...],
+        saved: Saved,
+        grad_y: Tensor,
+        grad_l1: Tensor | None,
+        needed: FfnArgs,
+    ) -> Gradients | None:
+        if not is_current(self._device) or not grad_y.is_contiguous():
+            return None
+        return replay_backward(
+            self._tapes,
+            (self._kind, self._tokens, self._rows, _is_crowded(self._reading)),
+            (*self._weights(*tensors[1:]), tensors[0]),
+            saved,
+            grad_y,
+            grad_l1,
+            needed,
+            self._gated,
+        )
+
+    def _weights(
+        self,
+        up: Tensor,
+        down: Tensor,
+        gate: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        gate_bias: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        if self._gated:
+            return gate, up, down, gate_bias, up_bias, down_bias
+        return up, None, down, up_bias, None, down_bias
+
+
+def gpu_step_repeat(args: FfnArgs, decision: Decision, record: bool) -> GpuStepRepeat | None:
+    """How a step whose forward has just run is run again; None where its operands had to be copied, or
+    nothing was recorded."""
+    if decision.path != "block" or decision.layer is None or not are_readable(args):
+        return None
+    operands = prepare(args)
+    tape = decision.layer.tapes.get(blocks_kind(operands, decision.block_rows, record, keep=True))
+    return None if tape is None else GpuStepRepeat(tape, args, operands, decision, record)
+
+
+def _is_crowded(reading: Reading | None) -> bool | None:
+    share = None if reading is None else reading.share
+    return None if share is None else share > _CROWDED
 
 
 def _dense(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from ...args import Existing, FfnArgs
 from ..operands import Operands, prepare, readable
 from ..tape import Tapes, recorded, stream_of, tape_of
-from ..workspace import workspace, zeros
+from ..workspace import workspace_on, zeros
 from .crowded import crowded_counter
 from .stages import Active, BackwardStages, Gradients, keeps_rest
 
@@ -84,28 +84,87 @@ def _run(
     tapes: Tapes | None,
 ) -> None:
     """Fill `gradients`: as an earlier backward of this kind did it, or for the first time."""
-    device = operands.x.device
-    wanted = gradients.tensors
-    kind = (
-        "backward",
-        operands.kind,
-        operands.tokens,
-        active.rows,
-        crowded,
-        None if grad_l1 is None else grad_l1.dtype,
-        gradients.add,
-        tuple(None if tensor is None else tensor.dtype for tensor in wanted),
-    )
-    given = (operands.x, grad_y, active.lists, active.counts, grad_l1, *wanted)
-    tape = tape_of(tapes, kind, device)
-    if tape is not None:
-        rest = torch.empty_like(gradients.x) if keeps_rest(operands, gradients, crowded) else None
-        space, cleared = tape.sizes
-        buffers = rest, zeros(device, cleared), crowded_counter(device)
-        if tape.play((*operands.weights, workspace(device, space), *given, *buffers), stream_of(device)):
-            return
+    step = operands.kind, operands.tokens, active.rows, crowded
+    tensors = (*operands.weights, operands.x)
+    if _replay(tapes, step, tensors, (active.lists, active.counts), grad_y, grad_l1, gradients):
+        return
     stages = BackwardStages(operands, active, grad_y, grad_l1, gradients, crowded)
+    given = (operands.x, grad_y, active.lists, active.counts, grad_l1, *gradients.tensors)
     buffers = stages.rest, stages.cleared, stages.crowded_counter
     tensors = (*operands.weights, stages.workspace, *given, *buffers)
-    with recorded(tapes, kind, tensors, _STEADY, stages.sizes):
+    with recorded(tapes, _kind(step, grad_l1, gradients), tensors, _STEADY, stages.sizes):
         stages.run()
+
+
+def replay_backward(
+    tapes: Tapes,
+    step: tuple,
+    tensors: tuple[Tensor | None, ...],
+    saved: tuple[Tensor, Tensor],
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    needed: FfnArgs,
+    gated: bool,
+) -> tuple[Tensor | None, ...] | None:
+    """`gpu_backward` as an earlier one did it, or None.
+
+    step:     kind of operands, tokens, tokens per block, `crowded`.
+    tensors:  weights as the kernels read them (down neuron-major), and x [..., D], contiguous.
+    saved:    lists and counts.
+    """
+    select, up, down, select_bias, up_bias, _, x = tensors
+
+    def new(like: Tensor | None, wanted: bool) -> Tensor | None:
+        return torch.empty_like(like) if wanted else None
+
+    gradients = Gradients(
+        x=new(x, needed.x),
+        select=new(select, needed.gate if gated else needed.up),
+        up=new(up, gated and needed.up),
+        down=new(down, needed.down),
+        select_bias=new(select_bias, needed.gate_bias if gated else needed.up_bias),
+        up_bias=new(up_bias, gated and needed.up_bias),
+    )
+    if not _replay(tapes, step, tensors, saved, grad_y, grad_l1, gradients):
+        return None
+    return (
+        gradients.x,
+        gradients.up if gated else gradients.select,
+        gradients.down,
+        gradients.select if gated else None,
+        gradients.up_bias if gated else gradients.select_bias,
+        grad_y.flatten(0, -2).sum(0) if needed.down_bias else None,
+        gradients.select_bias if gated else None,
+    )
+
+
+def _replay(
+    tapes: Tapes | None,
+    step: tuple,
+    tensors: tuple[Tensor | None, ...],
+    saved: tuple[Tensor, Tensor],
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    gradients: Gradients,
+) -> bool:
+    *weights, x = tensors
+    device = x.device
+    tape = tape_of(tapes, _kind(step, grad_l1, gradients), device)
+    if tape is None:
+        return False
+    keeps = keeps_rest(x.dtype, gradients, crowded=step[-1])
+    space, cleared = tape.sizes
+    buffers = (
+        torch.empty_like(gradients.x) if keeps else None,
+        zeros(device, cleared),
+        crowded_counter(device),
+    )
+    given = (x, grad_y, *saved, grad_l1, *gradients.tensors)
+    stream = stream_of(device)
+    return tape.play((*weights, workspace_on(device, stream, space), *given, *buffers), stream)
+
+
+def _kind(step: tuple, grad_l1: Tensor | None, gradients: Gradients) -> tuple:
+    """Of a tape."""
+    dtypes = tuple(None if tensor is None else tensor.dtype for tensor in gradients.tensors)
+    return "backward", step, None if grad_l1 is None else grad_l1.dtype, gradients.add, dtypes

@@ -79,9 +79,9 @@ class Gradients:
         return self.x, self.select, self.up, self.down, self.select_bias, self.up_bias
 
 
-def keeps_rest(operands: Operands, gradients: Gradients, crowded: bool | None) -> bool:
+def keeps_rest(dtype: torch.dtype, gradients: Gradients, crowded: bool | None) -> bool:
     """Whether what rounding takes from grad_x is added in the next round."""
-    return gradients.x is not None and operands.x.dtype != torch.float32 and crowded is not False
+    return gradients.x is not None and dtype != torch.float32 and crowded is not False
 
 
 class BackwardStages:
@@ -102,7 +102,8 @@ class BackwardStages:
         """
         self.crowded = bool(crowded)
         self.crowded_counter = crowded_counter(operands.x.device)
-        self.rest = torch.empty_like(gradients.x) if keeps_rest(operands, gradients, crowded) else None
+        keeps = keeps_rest(operands.x.dtype, gradients, crowded)
+        self.rest = torch.empty_like(gradients.x) if keeps else None
         self.operands, self.active, self.grad_y, self.grad_l1 = operands, active, grad_y, grad_l1
         self.gradients = gradients
         self.target: Target = target_of(operands.x.device)
