@@ -109,8 +109,18 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., D] -> [..., D]."""
-        if torch.compiler.is_compiling() and self._leaves_graph():
-            return self._forward_outside(x)
+        if torch.compiler.is_compiling():
+            return self._forward_outside(x) if self._leaves_graph() else self._forward(x, compile_dense=False)
+        layer = self._layer
+        if layer is not None and not self.record and type(x) is Tensor:
+            # With few tokens a step waits for the host: what was prepared for them is asked at once.
+            prepared, weights = layer.prepared.get(x.shape), self._plain_weights()
+            if prepared is not None and weights is not None:
+                output = prepared.run((x, *weights), self.activation, self.plan, layer)
+                if output is not None:
+                    if self.last_stats is not None:
+                        self.last_stats = None
+                    return output.y
         return self._forward(x, compile_dense=False)
 
     def _leaves_graph(self) -> bool:
@@ -145,15 +155,34 @@ class SparseMLP(nn.Module):
         return output.y
 
     def _plain_weights(self) -> tuple[Tensor | None, ...] | None:
-        """up, down, gate, up_bias, down_bias, gate_bias; None where a projection's own forward must run."""
-        modules = self._modules
-        up, down, gate = modules["up_proj"], modules["down_proj"], modules.get("gate_proj")
-        if not (_is_plain(up) and _is_plain(down) and (gate is None or _is_plain(gate))):
-            return None
-        up_weight, up_bias = _weight_and_bias(up)
-        down_weight, down_bias = _weight_and_bias(down)
-        gate_weight, gate_bias = (None, None) if gate is None else _weight_and_bias(gate)
-        return up_weight, down_weight, gate_weight, up_bias, down_bias, gate_bias
+        """up, down, gate, up_bias, down_bias, gate_bias; None once a projection was wrapped, parametrised,
+        patched or hooked: its own forward must then run."""
+        weights, biases, modules = [], [], self._modules
+        for name in ("up_proj", "down_proj", "gate_proj"):
+            projection = modules.get(name)  # no gate_proj if not gated
+            if projection is None:
+                weights.append(None)
+                biases.append(None)
+                continue
+            # As attributes, which take as long to find as few tokens take a GPU.
+            state = projection.__dict__
+            if (
+                type(projection) is not nn.Linear
+                or state["_forward_hooks"]
+                or state["_forward_pre_hooks"]
+                or state["_backward_hooks"]
+                or state["_backward_pre_hooks"]
+                or "forward" in state
+            ):
+                return None
+            parameters = state["_parameters"]
+            if "weight" in parameters:
+                weights.append(parameters["weight"])
+                biases.append(parameters["bias"])
+            else:  # a replica, or FSDP1: plain tensors in place of parameters
+                weights.append(projection.weight)
+                biases.append(projection.bias)
+        return *weights, *biases
 
     def _own_layer(self) -> LayerState:
         if self._layer is None:
@@ -197,26 +226,6 @@ class SparseMLP(nn.Module):
         super().__setstate__(state)
         self.__dict__.setdefault("_layer", None)  # pickled by an earlier version
         self.eager = state.get("_eager", False)  # in a new process, too
-
-
-def _weight_and_bias(projection: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """As the module's attributes; finding those takes as long as few tokens take a GPU."""
-    parameters = projection._parameters
-    if "weight" in parameters:
-        return parameters["weight"], parameters["bias"]
-    return projection.weight, projection.bias  # a replica, or FSDP1: plain tensors in place of parameters
-
-
-def _is_plain(projection: nn.Module) -> bool:
-    """False once it was wrapped, parametrised, patched or hooked: its own forward must then run."""
-    return (
-        type(projection) is nn.Linear
-        and "forward" not in projection.__dict__
-        and not projection._forward_hooks
-        and not projection._forward_pre_hooks
-        and not projection._backward_hooks
-        and not projection._backward_pre_hooks
-    )
 
 
 def _store_neuron_major(down: nn.Linear) -> None:

@@ -30,7 +30,7 @@ Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, ga
 # What `os.environ.get` looks up, which takes a microsecond for it.
 _environment = getattr(os.environ, "_data", {})
 _VARIABLE = os.fsencode(ENVIRONMENT_VARIABLE)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", bool)  # False in builds without CUDA
+_is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool  # no
 
 
 def _override() -> object:
@@ -66,11 +66,17 @@ class _Kinds:
         ]
 
 
-def _compiled_check(tensors: list[Tensor]) -> Callable[..., bool] | None:
+def _compiled_check(tensors: list[Tensor], leading: bool = False) -> Callable[..., bool] | None:
     """The same in C: what guards the graphs of torch.compile. It takes a tenth of the time, and looks at
-    dispatch keys, too. None where this version of torch has no such thing."""
+    dispatch keys, too, so at autocast and transforms. None where this version of torch has no such thing.
+
+    leading: whether the first may have other leading sizes, and any strides.
+    """
     try:
         shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+        if leading:
+            shapes[0][:-1] = [None] * (len(shapes[0]) - 1)
+            strides[0] = [None] * len(strides[0])
         guards = torch._C._dynamo.guards.TensorGuards
         check = guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
         return check if check(*tensors) else None
@@ -215,7 +221,7 @@ class PreparedDense(Prepared):
 class PreparedSparse(Prepared):
     """Calls that launch what was launched before, for any number of tokens in the same `bucket`."""
 
-    __slots__ = ("_repeat",)
+    __slots__ = ("_check", "_repeat")
 
     def __init__(
         self,
@@ -227,19 +233,37 @@ class PreparedSparse(Prepared):
     ) -> None:
         super().__init__(tensors, activation, plan, decision)
         self._repeat = repeat
+        # Of gated blocks without biases, for calls with as many dimensions.
+        there = [t is not None for t in tensors]
+        self._check = _compiled_check(list(tensors[:4]), leading=True) if there == _GATED else None
 
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
     ) -> FfnOutput | None:
-        # As in `Prepared`, in one go: this is what a token waits for in every layer.
+        # What a token waits for in every layer, so in one go.
         reading = self._reading
-        if (
-            self._left <= 0
-            or (reading is not None and reading.has_news)
-            or not self._holds(tensors, activation, plan)
-        ):
+        if self._left <= 0 or (reading is not None and reading.has_news):
             return None
-        y = self._repeat(*tensors)
+        x, up, down, gate, up_bias, down_bias, gate_bias = tensors
+        if not (
+            self._check is not None
+            and up_bias is None
+            and down_bias is None
+            and gate_bias is None
+            and gate is not None
+            and self._check(x, up, down, gate)
+            and x.is_contiguous()
+            and activation is self._activation
+            and plan is self._plan
+            and not torch.is_grad_enabled()
+            and forward_ad._current_level < 0
+            and _override() == self._override
+            and registry_version() == self._registry
+            and torch._C._len_torch_dispatch_stack() == 0
+            and not _is_capturing()
+        ) and not self._holds(tensors, activation, plan):
+            return None
+        y = self._repeat(x, up, down, gate, up_bias, down_bias, gate_bias)
         if y is None:
             return None
         self._left -= 1
@@ -247,12 +271,15 @@ class PreparedSparse(Prepared):
             self.settle()
         layer.ran["forward"] = self._outcome
         if listens():
-            note_path(self._repeat.path, tensors[0], tensors[1].shape[0], reason=self._reason)
+            note_path(self._repeat.path, x, up.shape[0], reason=self._reason)
         return FfnOutput(y)
 
     @staticmethod
     def _kind_of(x: Tensor) -> tuple:
         return type(x), x.shape[-1], x.dtype, x.device, x.layout is _STRIDED and x.is_contiguous()
+
+
+_GATED = [True] * 4 + [False] * 3
 
 
 def token_bucket(x: Tensor) -> tuple[int, int] | None:

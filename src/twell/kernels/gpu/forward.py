@@ -17,7 +17,7 @@ from .numbers import cdiv
 from .operands import Operands, is_readable, prepare
 from .sizes import DEFAULT_ROWS, FEW_TOKENS
 from .statistics import count_unions
-from .tape import Tape, Tapes, stream_of
+from .tape import Tape, Tapes
 from .workspace import workspace_on
 
 _COUNTED = 64  # neurons of one program that counts
@@ -89,14 +89,26 @@ class Repeat:
     path: "few" or "block".
     """
 
-    __slots__ = ("_any_number", "_biased", "_device", "_gated", "_outputs", "_space", "_tape", "path")
+    __slots__ = (
+        "_any_number",
+        "_device",
+        "_gated",
+        "_in_full",
+        "_index",
+        "_outputs",
+        "_space",
+        "_tape",
+        "path",
+    )
 
     def __init__(self, tape: Tape, args: FfnArgs, path: str, any_number: bool) -> None:
         """any_number: of tokens, with which the tape can be played; else the one that was recorded."""
         self._tape, self.path, self._any_number = tape, path, any_number
         (self._space,) = tape.sizes
         self._device, self._gated = args.x.device, args.gate is not None
-        self._biased = any(bias is not None for bias in (args.up_bias, args.down_bias, args.gate_bias))
+        self._index = self._device.index
+        biased = any(bias is not None for bias in (args.up_bias, args.down_bias, args.gate_bias))
+        self._in_full = biased or not self._gated or tape.interpreted
         self._outputs = args.down.shape[0]
 
     def __call__(
@@ -110,21 +122,23 @@ class Repeat:
         gate_bias: Tensor | None,
     ) -> Tensor | None:
         """y [..., E] of x [..., D], or None where it has to be run in full; not while a graph is captured."""
-        device, tape = self._device, self._tape
-        if not is_current(device) or is_watched():
+        index, tape, stream = self._index, self._tape, 0
+        if index is not None:
+            if torch._C._cuda_getDevice() != index:  # launches go to the current device
+                return None
+            stream = torch._C._cuda_getCurrentRawStream(index)
+        if is_watched():
             return None
-        stream = stream_of(device)
         shape = x.shape
         y = torch.empty_like(x) if shape[-1] == self._outputs else x.new_empty((*shape[:-1], self._outputs))
-        buffer = workspace_on(device, stream, self._space)
         tokens = x.numel() // shape[-1] if self._any_number else None
+        buffer = workspace_on(self._device, index, stream, self._space)
         if not self._gated:
             gate, up, gate_bias, up_bias = up, None, up_bias, None
-        if self._biased or tape.interpreted:
+        if self._in_full:
             tensors = gate, up, down, gate_bias, up_bias, down_bias, buffer, x, y
             return y if tape.play(tensors, stream, tokens) else None
-        lift = 0 if up is None else up.data_ptr()
-        steady = [gate.data_ptr(), lift, down.data_ptr(), 0, 0, 0, buffer.data_ptr()]
+        steady = [gate.data_ptr(), up.data_ptr(), down.data_ptr(), 0, 0, 0, buffer.data_ptr()]
         return y if tape.play_at(steady, (x.data_ptr(), y.data_ptr()), stream, tokens) else None
 
 

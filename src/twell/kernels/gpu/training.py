@@ -99,7 +99,7 @@ class GpuStepRepeat:
             statistics = empty_statistics(self._neurons, self._sums, device)
             results = (*results, statistics.firing, statistics.sums)
         weights = self._weights(up, down, gate, up_bias, down_bias, gate_bias)
-        buffer = workspace_on(device, stream, self._space)
+        buffer = workspace_on(device, device.index, stream, self._space)
         if not self._tape.play((*weights, buffer, x, *results), stream, self._played):
             return None
         saved = Saved(lists, counts)

@@ -73,7 +73,7 @@ class _Kept(threading.local):
     """By device and stream. Calls of two threads on one stream may interleave, so threads have their own."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[int, int], Tensor] = {}
+        self.buffers: dict[tuple[int | None, int], tuple[int, Tensor]] = {}  # bytes, buffer
 
 
 _kept = _Kept()
@@ -84,18 +84,20 @@ def workspace(device: torch.device, size: int) -> Tensor:
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         # What is captured must own its workspace: a graph may be replayed on any stream.
         return torch.empty(size, dtype=torch.uint8, device=device)
-    return workspace_on(device, torch._C._cuda_getCurrentRawStream(device.index), size)
+    index = device.index
+    return workspace_on(device, index, torch._C._cuda_getCurrentRawStream(index), size)
 
 
-def workspace_on(device: torch.device, stream: int, size: int) -> Tensor:
-    """The same where it is known that nothing is captured; stream: the current one."""
-    buffer = _kept.buffers.get((device.index, stream))
-    if buffer is not None and buffer.shape[0] >= size:
-        return buffer
+def workspace_on(device: torch.device, index: int | None, stream: int, size: int) -> Tensor:
+    """The same where it is known that nothing is captured; index: of the device; stream: the current one."""
+    kept = _kept.buffers
+    found = kept.get((index, stream))
+    if found is not None and found[0] >= size:
+        return found[1]
     with torch.inference_mode(False):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     if size <= KEPT_BYTES:
-        _kept.buffers[device.index, stream] = buffer
+        kept[index, stream] = size, buffer
     return buffer
 
 

@@ -161,7 +161,7 @@ def _replay(
     )
     given = (x, grad_y, *saved, grad_l1, *gradients.tensors)
     stream = stream_of(device)
-    return tape.play((*weights, workspace_on(device, stream, space), *given, *buffers), stream)
+    return tape.play((*weights, workspace_on(device, device.index, stream, space), *given, *buffers), stream)
 
 
 def _kind(step: tuple, grad_l1: Tensor | None, gradients: Gradients) -> tuple:
