@@ -20,7 +20,7 @@ def read(reading, share, arrived=True):
     """Counts of two tiles, on the host already; the second may not have been copied yet."""
     reading.take(torch.tensor([0, round(share * 100)]), 100)
     if not arrived:
-        reading._pending[0][1] = -1
+        reading._host[1] = -1
 
 
 class TestReadings:
@@ -40,6 +40,25 @@ class TestReadings:
         read(reading, 0.25)
         assert reading.share == 0.25
         assert reading.share == 0.25  # and stays
+
+    @pytest.mark.parametrize(("late", "news"), [(0, True), (1, False)])
+    def test_half_of_it_is_not_used(self, late, news):
+        """The copy has no order: who looks at the last count only may hear of news too early."""
+        reading = Reading()
+        read(reading, 0.25)
+        reading._host[late] = -1
+        assert reading.has_news == news
+        assert reading.share is None
+        reading._host[late] = 25
+        assert reading.has_news
+        assert reading.share is not None
+        assert not reading.has_news
+
+    def test_counts_of_another_size(self):
+        reading = Reading()
+        for tiles in (1, 3, 2):
+            reading.take(torch.full((tiles, 2), 5), 100)
+            assert reading.share == pytest.approx(tiles * 0.1)
 
     def test_no_second_one_while_one_is_on_its_way(self):
         reading = Reading()

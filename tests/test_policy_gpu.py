@@ -43,7 +43,7 @@ def layer():
 
 D, H = 2048, 5632
 PREFILL, BETWEEN = 8192, 4096
-DENSE, READ, SPARSE = "dense", "read", "sparse"
+DENSE, READ, SPARSE, COUNTED = "dense", "read", "sparse", "counted"
 
 
 def call(tokens, neuron_major=True, gated=True, hidden=D, neurons=H, dtype=torch.bfloat16):
@@ -61,14 +61,18 @@ def decision_of(args, layer, training=False, hooked=False):
 
 
 def run(args, layer, training=False):
-    """ "dense", "sparse", or "read": sparse, to be read."""
+    """ "dense", "sparse", "read": sparse, to be read, or "counted": dense, to be read."""
     decision = decision_of(args, layer, training)
     assert decision.reason
     assert layer.ran["forward"][:3] == (decision.path, decision.reason, decision.reading)
     if decision.backend == "dense":
-        assert decision.path == "dense"
+        assert (decision.path, decision.read) == ("dense", False)
         return DENSE
-    assert (decision.path, decision.backend) == ("block", "gpu")
+    assert decision.backend == "gpu"
+    if decision.path == "dense":
+        assert decision.read
+        return COUNTED
+    assert decision.path == "block"
     return READ if decision.read else SPARSE
 
 
@@ -86,7 +90,7 @@ def test_much_work_runs_sparse_whatever_the_layer(layer):
     assert [run(call(PREFILL), layer) for _ in range(3)] == [SPARSE] * 3
 
 
-@pytest.mark.parametrize("tokens", [65, 1000])
+@pytest.mark.parametrize("tokens", [65, 640])
 def test_less_work_runs_dense_for_a_while(tokens, layer):
     decision = decision_of(call(tokens), layer)
     assert (decision.backend, decision.ahead, decision.reading) == ("dense", gpu.UNREAD, None)
@@ -107,7 +111,7 @@ def test_a_compiled_call_is_read_too(layer):
     ]
     assert [(decision.path, decision.read) for decision in found] == [
         ("block", True),
-        ("block", True),
+        ("dense", True),
         ("dense", False),
     ]
     assert all(decision.backend == "gpu" for decision in found)
@@ -117,19 +121,61 @@ def test_a_compiled_call_is_read_too(layer):
 
 def test_as_many_calls_run_dense_ahead_as_come_before_the_next_reading(layer):
     args = call(1)
-    assert [run(args, layer) for _ in range(4)] == [READ, READ, DENSE, READ]
+    assert [run(args, layer) for _ in range(4)] == [READ, COUNTED, DENSE, COUNTED]
     decision = decision_of(args, layer)  # the fifth; the eighth is a reading
     assert (decision.backend, decision.ahead) == ("dense", 2)
     decision.reading.count(2)
+    assert run(args, layer) == COUNTED
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024, BETWEEN])
+def test_a_layer_that_is_sparse_enough_runs_sparse_and_is_read_on_the_way(layer, tokens):
+    args = call(tokens)
     assert run(args, layer) == READ
+    know(args, layer, 0.1)
+    assert [run(args, layer) for _ in range(3)] == [READ, SPARSE, READ]
+    decision = decision_of(args, layer)  # the fifth; the eighth is a reading
+    assert (decision.path, decision.ahead, decision.read) == ("block", 2, False)
+    decision.reading.count(2)
+    decision = decision_of(args, layer)
+    assert (decision.read, decision.ahead) == (True, 7)  # the sixteenth is the next
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1024, BETWEEN])
+def test_a_layer_that_is_too_active_runs_dense_and_counts_by_itself(layer, tokens):
+    args = call(tokens)
+    assert run(args, layer) == READ
+    know(args, layer, 0.9)
+    assert [run(args, layer) for _ in range(3)] == [COUNTED, DENSE, COUNTED]
+
+
+def test_in_the_long_run_readings_are_rare(layer):
+    args = call(1)
+    found = [run(args, layer) for _ in range(1024)]
+    assert [number for number, what in enumerate(found, 1) if what != DENSE] == [
+        *(1 << power for power in range(9)),
+        512,
+        768,
+        1024,
+    ]
+
+
+def test_tokens_that_fill_blocks_of_the_same_number_are_treated_alike(layer):
+    """A block is computed whole, so it does not matter how many of its tokens are there."""
+    for tokens in (641, 700, 768):
+        know(call(tokens), layer, 0.1)
+        assert decision_of(call(tokens), layer).backend == "gpu"
+    know(call(1025), layer, 0.5)
+    assert decision_of(call(1025), layer).path == "dense"
+    know(call(1409), layer, 0.5)
+    assert decision_of(call(1409), layer).path == "block"
 
 
 @pytest.mark.parametrize(("share", "sparse"), [(0.1, SPARSE), (0.9, DENSE)])
-def test_in_between_a_graph_may_be_sparse_and_an_eager_call_reads_for_it(device, layer, share, sparse):
+def test_a_capture_in_between(device, layer, share, sparse):
     args = call(BETWEEN)
     assert run(args, layer) == READ
     know(args, layer, share)
-    assert [run(args, layer) for _ in range(2)] == [READ, DENSE]
     device.capturing = True
     assert run(args, layer) == sparse
 
@@ -261,6 +307,17 @@ class TestTraining:
         decision = decision_of(args, layer, training=True)
         assert (decision.backend, decision.ahead) == ("dense", 6)
 
+    @pytest.mark.parametrize(("tokens", "enter", "leave"), [(2048, 0.3, 0.33), (2 * PREFILL, 0.6, 0.65)])
+    def test_with_less_work_a_layer_has_to_be_sparser(self, layer, tokens, enter, leave):
+        args = call(tokens)
+        assert run(args, layer, training=True) == READ
+        for share, sparse in ((enter + 0.01, False), (enter, True), (leave, True), (leave + 0.01, False)):
+            reading = know(args, layer, share, training=True)
+            reading._calls, reading._next = 10, 20
+            decision = decision_of(args, layer, training=True)
+            assert (decision.path == "block") == sparse
+            assert decision.ahead == 8
+
     def test_a_capture_counts_nothing(self, device, layer):
         args = call(2 * PREFILL)
         device.capturing = True
@@ -278,7 +335,7 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({"tokens": 4096}, "so few tokens"),
+            ({"tokens": 1024}, "so few tokens"),
             ({"tokens": 2 * PREFILL, "dtype": torch.float32}, "float32"),
             ({"tokens": 2 * PREFILL, "hidden": 2056}, "64 features"),
         ],

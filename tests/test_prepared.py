@@ -62,6 +62,14 @@ def test_as_many_calls_as_were_decided_and_the_reading_hears_of_them(asked):
     assert asked.settled == [2, 2]
 
 
+def test_a_reading_that_has_arrived_is_heard_of_at_once(asked):
+    operands = block()
+    ffn(*operands)
+    asked.has_news = True
+    ffn(*operands)
+    assert asked.calls == 2
+
+
 @pytest.mark.parametrize("plan", [Plan(path="dense"), None], ids=["dense", "auto"])
 @pytest.mark.parametrize("rows", [(), (3,), (2, 3), (0, 3)])
 def test_what_was_resolved_to_dense_is_not_resolved_again(monkeypatch, plan, rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell import Plan, SparseMLP, ffn, ffn_with_stats, reference
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths, reference
 from twell.layer_state import layer_of
 from twell.synthetic import firing_rates
 
@@ -247,27 +247,22 @@ def test_cuda_graph(count):
     assert y.shape == captured.shape
 
 
-@pytest.mark.parametrize(("nnz", "sparse"), [(4096, False), (24, True)])
-def test_automatic_plan_learns_how_active_a_layer_is(nnz, sparse, monkeypatch):
-    """Eager calls take readings; a capture then goes by them."""
-    from twell.kernels.gpu import forward
-
-    launched = []
-    run_few = forward.run_few
-    monkeypatch.setattr(forward, "run_few", lambda operands: launched.append(1) or run_few(operands))
+@pytest.mark.parametrize(("nnz", "path"), [(4096, "dense"), (24, "few")])
+def test_automatic_plan_learns_how_active_a_layer_is(nnz, path):
+    """Eager calls take readings; they and a capture then go by them."""
     up, down, gate = weights(1024, 4096)
     fire(gate, nnz)
     x = tokens_of(1, 1024)
-    for _ in range(3):
-        ffn(x, up, down, gate)
-        torch.cuda.synchronize()
-    assert len(launched) == 2  # the first and the second call are readings
-    (reading,) = layer_of(gate).readings().values()
-    assert (reading.share <= 0.1) == sparse
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = ffn(x, up, down, gate)
-    assert len(launched) == (3 if sparse else 2)
+    with recorded_paths() as ran:
+        for _ in range(3):
+            ffn(x, up, down, gate)
+            torch.cuda.synchronize()
+        (reading,) = layer_of(gate).readings().values()
+        assert (reading.share <= 0.1) == (path == "few")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ffn(x, up, down, gate)
+    assert [piece.path for piece in ran] == ["few", path, path, path]
     graph.replay()
     assert_exact(y, x, up, down, gate)
 
@@ -292,7 +287,7 @@ def test_a_llama_with_sparse_mlps_compiles_whole(mode, monkeypatch):
 
     launched = []
     run_few = forward.run_few
-    monkeypatch.setattr(forward, "run_few", lambda operands: launched.append(1) or run_few(operands))
+    monkeypatch.setattr(forward, "run_few", lambda *given: launched.append(1) or run_few(*given))
     config = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=1024,

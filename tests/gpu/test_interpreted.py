@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell import Plan, ffn, ffn_with_stats, recorded_paths, reference
+from twell import Activation, Plan, ffn, ffn_with_stats, recorded_paths, reference
+from twell.backends import get_backend
+from twell.kernels.args import Decision, FfnArgs
+from twell.layer_state import Reading
 from twell.synthetic import make_ffn
 
 from ..accuracy import assert_accurate, stock_dense
@@ -181,3 +184,19 @@ def test_an_automatic_plan_runs_dense_where_nothing_was_measured(interpreted):
         with recorded_paths() as ran:
             ffn(*tensors, plan=Plan(backend=interpreted))
         assert [piece.path for piece in ran] == ["dense"]
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 64, 65, 200])
+@pytest.mark.parametrize("activation", ["relu", "fatrelu(0.25)"])
+def test_a_dense_call_counts_what_its_own_gate_activates(interpreted, tokens, activation):
+    (x, up, down, gate), _ = block(tokens, dtype=torch.float32)
+    x[-1] = float("nan")  # counts as active
+    reading = Reading()
+    args = FfnArgs(x, up, down, gate, None, None, None, Activation.parse(activation))
+    decision = Decision("dense", 0, interpreted, "", reading=reading, read=True)
+    y = get_backend(interpreted).forward(args, decision, False).y
+    assert torch.equal(y.nan_to_num(), stock_dense(x, up, down, gate, activation=activation).nan_to_num())
+    threshold = args.activation.threshold
+    parts = (~(x @ gate.mT <= threshold)).split(64 if tokens <= 64 else 128)
+    union = sum(part.any(0).sum().item() for part in parts)
+    assert reading.share == union / (len(parts) * NEURONS)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, recorded_paths, training_states
 from twell.activations import Activation
+from twell.kernels.gpu import sizes
 
 from ..training import expect_a_crowd
 from .test_device import fire, tokens_of, weights
@@ -88,11 +89,19 @@ def assert_accurate(tensors, activation="relu", plan=BLOCK):
 
 
 @pytest.mark.parametrize(("hidden", "neurons"), SHAPES)
-def test_gradients_over_tokens_and_sparsity(hidden, neurons):
+def test_gradients_over_tokens_and_sparsity(monkeypatch, hidden, neurons):
     up, down, gate = weights(hidden, neurons)
     for nnz in (0, 24, neurons // 8, neurons):
         fire(gate, nnz)
-        for count in (1, 7, 128, 129, 1000, 4096):
+        for count, one_round in (
+            (1, True),
+            (7, False),
+            (128, False),
+            (129, True),
+            (1000, False),
+            (4096, True),
+        ):
+            monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 1 << 40 if one_round else 0)
             assert_accurate((tokens_of(count, hidden), up, down, gate))
 
 
@@ -110,6 +119,7 @@ def test_other_numbers_of_outputs(outputs, gated, rows):
 
 
 def test_rounds_that_are_expected(monkeypatch):
+    monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 0)
     expect_a_crowd(monkeypatch)
     up, down, gate = weights(512, 2048)
     for nnz in (24, 900, 2048):
@@ -348,9 +358,10 @@ def test_nan_reaches_the_gradients_of_what_it_meets():
 
 
 @pytest.mark.parametrize("sum_dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nnz", [24, 700, 2048])
-def test_gradients_are_added_in_place(nnz, sum_dtype):
+@pytest.mark.parametrize(("nnz", "one_round"), [(24, True), (700, False), (700, True), (2048, False)])
+def test_gradients_are_added_in_place(monkeypatch, nnz, one_round, sum_dtype):
     """Frequent and rare neurons and rounds: added in place, within what autograd's roundings allow."""
+    monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 1 << 40 if one_round else 0)
     up, down, gate = weights(512, 2048)
     fire(gate, nnz)
     parts = [tokens_of(2000, 512) for _ in range(3)]

@@ -22,11 +22,18 @@ from twell import (
     reference,
 )
 from twell.kernels.args import Decision
+from twell.kernels.gpu import sizes
 from twell.layer_state import layer_of
 
 from ..accuracy import assert_accurate, stock_dense
 from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_a_crowd, gradients
 from .test_interpreted import NEURONS
+
+
+@pytest.fixture(autouse=True)
+def _rounds(monkeypatch):
+    """A pool for a third of the neurons, as with many tokens; one for all is the simpler case."""
+    monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 0)
 
 
 def check(operands, activation, backend, rows=16):
@@ -55,6 +62,15 @@ def test_from_none_to_all_active(interpreted, nnz, rounds):
     before = crowded_steps()
     check(block(19, nnz=nnz, dtype=torch.float32), "relu", interpreted)
     assert crowded_steps() - before == rounds
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("nnz", [1, 40, NEURONS])
+def test_with_room_for_all_neurons_there_is_one_round(interpreted, monkeypatch, nnz, gated):
+    monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 1 << 30)
+    before = crowded_steps()
+    check(block(35, nnz=nnz, dtype=torch.float32, gated=gated, bias=True), "relu", interpreted)
+    assert crowded_steps() == before
 
 
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])

@@ -1,7 +1,7 @@
 """Up to which share of active neurons the sparse kernels beat dense, by number of tokens.
 
 The share is that of the union: neurons that any token of a block activates. Built-in limits were measured
-on an H200 (bf16, time on the device; few tokens at four shapes, 1,024 to 8,191 at D 2048, H 5632 only);
+on an H200 (bf16, time on the device; few tokens at four shapes, 768 to 8,191 at D 2048, H 5632 only);
 `twell tune` measures the device at hand and stores its own in the cache directory, by GPU, version and
 shape. GPUs that are neither Hopper nor tuned run dense.
 """
@@ -18,9 +18,9 @@ from .._version import __version__
 
 # tokens -> share, measured in CUDA graphs on an H200 and set a little lower. Few tokens: at D 2048 sparse
 # pays up to about 0.7, with 33 to 64 tokens up to 0.4. Wide layers leave no room for x of more than 16 tokens
-# beside the weights: about 0.25 and 0.15. Many tokens (shares of blocks of 128): from 8,192 on the block path
-# is as fast as dense with everything active.
-_MANY = {65: 0.0, 1024: 0.25, 2048: 0.6, 4096: 0.8, 8192: 1.0}
+# beside the weights: about 0.25 and 0.15. Many tokens (whole blocks of 128, shares of those): 768 to 1,024
+# 1.2x at 0.28 and 0.97x at 0.46; 1,536 1.38x at 0.46; from 8,192 on as fast as dense with everything active.
+_MANY = {65: 0.0, 768: 0.35, 1536: 0.6, 4096: 0.8, 8192: 1.0}
 _HOPPER = {1: 0.5, 33: 0.25, **_MANY}
 _HOPPER_WIDE = {1: 0.4, 17: 0.15, 33: 0.08, **_MANY}
 _WIDE = 2048  # features that are not yet wide

@@ -18,20 +18,21 @@ from ..kernels.gpu.sizes import (
 from ..kernels.gpu.target import target_of
 from ..layer_state import LayerState
 
-# 1,024 tokens at D 2048, H 5632. With less work, and more than few tokens, sparse was seen to lose.
-BLOCK_OPERATIONS = 7e10
+# 768 tokens at D 2048, H 5632. With less work, and more than few tokens, sparse was seen to lose.
+BLOCK_OPERATIONS = 5.3e10
 
 # With less work, copying `down` neuron by neuron takes a large part of what the sparsity saves.
 TRANSPOSE_OPERATIONS = 5e11
 
-# Operations of a forward pass below which training steps stay dense, 7,200 tokens at D 2048, H 5632. Measured
-# on both sides only: 4,096 tokens 0.5x to 0.67x (the host launches longer than dense runs), 16,384 from 2.2x
-# to 3.6x.
-TRAINING_OPERATIONS = 5e10
+# Operations of a forward pass below which training steps stay dense: 2,048 tokens at D 2048, H 5632, where a
+# step that is waited for takes 0.93 of dense (nnz 24), and 1.0 at 1,024.
+TRAINING_OPERATIONS = 1.4e11
 
-# Shares of active neurons (of the union of a block) up to which a training step is faster sparse: on an H200
-# (D 2048, H 5632, 16,384 tokens) 1.33x at 0.49, 0.8x with all active.
-_ENTER, _LEAVE = 0.6, 0.65
+# Shares of active neurons (of the union of a block) up to which training begins to run sparse, and up to
+# which it goes on so. On an H200 at D 2048, H 5632: 16,384 tokens 1.33x at 0.49, 0.8x with all active; 4,096
+# tokens 1.4x at 0.28, 0.87x at 0.38.
+_MANY_OPERATIONS = 1.1e12
+_ENTER_AND_LEAVE = {0: (0.3, 0.33), _MANY_OPERATIONS: (0.6, 0.65)}
 
 # Calls between readings of a layer, in the long run: one that is read takes the host as long as a few others.
 LOOK_AGAIN = 256
@@ -95,8 +96,9 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     due = not capturing and reading.is_due()
     neurons, features = args.selector.shape
     name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
-    sparse = reading.trains_sparse(_ENTER, _LEAVE, name)
-    reason = _READ if due else _known(reading.share, _LEAVE if sparse else _ENTER)
+    enter, leave = _ENTER_AND_LEAVE[_MANY_OPERATIONS if operations(args) >= _MANY_OPERATIONS else 0]
+    sparse = reading.trains_sparse(enter, leave, name)
+    reason = _READ if due else _known(reading.share, leave if sparse else enter)
     ahead = 0 if capturing else reading.calls_ahead
     if due or sparse:
         block = Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)

@@ -90,20 +90,21 @@ class Repeat:
     """
 
     __slots__ = (
-        "_any_number",
         "_device",
         "_gated",
         "_in_full",
         "_index",
+        "_only",
         "_outputs",
         "_space",
         "_tape",
+        "_told",
         "path",
     )
 
-    def __init__(self, tape: Tape, args: FfnArgs, path: str, any_number: bool) -> None:
-        """any_number: of tokens, with which the tape can be played; else the one that was recorded."""
-        self._tape, self.path, self._any_number = tape, path, any_number
+    def __init__(self, tape: Tape, args: FfnArgs, path: str, told: bool, only: int | None) -> None:
+        """told: whether the tape is told the number of tokens; only: the one it may be, None: any."""
+        self._tape, self.path, self._told, self._only = tape, path, told, only
         (self._space,) = tape.sizes
         self._device, self._gated = args.x.device, args.gate is not None
         self._index = self._device.index
@@ -131,7 +132,11 @@ class Repeat:
             return None
         shape = x.shape
         y = torch.empty_like(x) if shape[-1] == self._outputs else x.new_empty((*shape[:-1], self._outputs))
-        tokens = x.numel() // shape[-1] if self._any_number else None
+        tokens = x.numel() // shape[-1]
+        if self._only is not None and tokens != self._only:
+            return None
+        if not self._told:
+            tokens = None
         buffer = workspace_on(self._device, index, stream, self._space)
         if not self._gated:
             gate, up, gate_bias, up_bias = up, None, up_bias, None
@@ -148,13 +153,16 @@ def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
     if decision.path != "block" or decision.layer is None or not are_readable(args):
         return None
     operands = prepare(args)
-    if is_few(operands.tokens, decision):
-        path, kind, any_number = "few", few_kind(operands), True
+    tokens, rows = operands.tokens, decision.block_rows
+    if is_few(tokens, decision):
+        path, kind, told, only = "few", few_kind(operands), True, None
     else:
-        path, kind = "block", blocks_kind(operands, decision.block_rows, record=False, keep=False)
-        any_number = tokens_to_play(operands, decision.block_rows) is not None
+        path, kind = "block", blocks_kind(operands, rows, record=False, keep=False)
+        told = tokens_to_play(operands, rows) is not None
+        # Numbers of tokens in a bucket have the same blocks of 64 or more; smaller ones are for tests.
+        only = None if told and not 0 < rows < 64 else tokens
     tape = decision.layer.tapes.get(kind)
-    return None if tape is None else Repeat(tape, args, path, any_number)
+    return None if tape is None else Repeat(tape, args, path, told, only)
 
 
 def are_readable(args: FfnArgs) -> bool:

@@ -8,7 +8,8 @@ from .numbers import cdiv
 DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list
 FEW_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
-ROUNDS = 3  # of the backward, each with room for that part of the neurons
+ROUNDS = 3  # of the backward of many tokens, each with room for that part of the neurons
+ONE_ROUND_BYTES = 256 << 20  # up to here the backward has room for all neurons: one round, fewer launches
 _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 
@@ -53,6 +54,12 @@ def bucket(tokens: int) -> tuple[int, int]:
 def whole_blocks(tokens: int) -> int:
     """Tokens that kernels for many of them compute for so many."""
     return tokens if tokens <= FEW_TOKENS else cdiv(tokens, DEFAULT_ROWS) * DEFAULT_ROWS
+
+
+def backward_rounds(tokens: int, neurons: int, rows: int, planes: int, itemsize: int) -> int:
+    """planes: values of every active neuron and token that the backward keeps, of `itemsize` bytes."""
+    room = cdiv(tokens, rows) * rows * cdiv(neurons, 128) * 128 * planes * itemsize
+    return 1 if room <= ONE_ROUND_BYTES else ROUNDS
 
 
 def list_sizes(tokens: int, neurons: int, rows: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .numbers import cdiv
 
 _ALIGNMENT = 256
-KEPT_BYTES = 32 << 20  # smaller workspaces stay; larger ones go back to the allocator, for others to use
+KEPT_BYTES = 64 << 20  # smaller workspaces stay; larger ones go back to the allocator, for others to use
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 

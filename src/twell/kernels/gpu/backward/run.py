@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ...args import Existing, FfnArgs
 from ..operands import Operands, prepare, readable
+from ..sizes import backward_rounds
 from ..tape import Tapes, recorded, stream_of, tape_of
 from ..workspace import workspace_on, zeros
 from .crowded import crowded_counter
-from .stages import Active, BackwardStages, Gradients, keeps_rest
+from .stages import Active, BackwardStages, Gradients, keeps_rest, planes_of
 
 
 def gpu_backward(
@@ -152,7 +153,9 @@ def _replay(
     tape = tape_of(tapes, _kind(step, grad_l1, gradients), device)
     if tape is None:
         return False
-    keeps = keeps_rest(x.dtype, gradients, crowded=step[-1])
+    (_, tokens, rows, crowded), itemsize = step, x.dtype.itemsize
+    rounds = backward_rounds(tokens, weights[0].shape[0], rows, planes_of(weights[1]), itemsize)
+    keeps = keeps_rest(x.dtype, gradients, crowded, rounds)
     space, cleared = tape.sizes
     buffers = (
         torch.empty_like(gradients.x) if keeps else None,

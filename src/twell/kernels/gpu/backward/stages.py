@@ -8,10 +8,11 @@
     frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
     rare_weights      of the others: token by token
 
-The pool has room for a third of all neurons in all blocks. Whatever is listed goes into round 0 if it is
-less than that; else three rounds take a third of the neurons each. Which it is is decided on the device: all
-rounds are always launched, and later ones usually find nothing to do. Unless they are expected to, they take
-all their neurons for frequent, which needs fewer launches.
+With few tokens the pool has room for all neurons in all blocks, and there is one round. Else it has room for
+a third of them. Whatever is listed goes into round 0 if it is less than that; else three rounds take a third
+of the neurons each. Which it is is decided on the device: all rounds are always launched, and later ones
+usually find nothing to do. Unless they are expected to, they take all their neurons for frequent, which needs
+fewer launches.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor
 from ..launch import Source, Tiled, kind_number, launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
-from ..sizes import ROUNDS
+from ..sizes import backward_rounds
 from ..target import Target, target_of
 from ..workspace import Part, buffer_sizes, carve
 from .crowded import crowded_counter
@@ -79,9 +80,14 @@ class Gradients:
         return self.x, self.select, self.up, self.down, self.select_bias, self.up_bias
 
 
-def keeps_rest(dtype: torch.dtype, gradients: Gradients, crowded: bool | None) -> bool:
+def planes_of(up: Tensor | None) -> int:
+    """Of the pool: hidden activations, gradients of pre-activations, and of up values if there are any."""
+    return 2 if up is None else 3
+
+
+def keeps_rest(dtype: torch.dtype, gradients: Gradients, crowded: bool | None, rounds: int) -> bool:
     """Whether what rounding takes from grad_x is added in the next round."""
-    return gradients.x is not None and dtype != torch.float32 and crowded is not False
+    return gradients.x is not None and dtype != torch.float32 and crowded is not False and rounds > 1
 
 
 class BackwardStages:
@@ -100,9 +106,16 @@ class BackwardStages:
 
         Where it is not expected and happens all the same, grad_x is rounded once per round.
         """
-        self.crowded = bool(crowded)
+        self.rounds = backward_rounds(
+            operands.tokens,
+            operands.neurons,
+            active.rows,
+            planes_of(operands.up),
+            element_bytes(operands.x.dtype),
+        )
+        self.crowded = bool(crowded) and self.rounds > 1
         self.crowded_counter = crowded_counter(operands.x.device)
-        keeps = keeps_rest(operands.x.dtype, gradients, crowded)
+        keeps = keeps_rest(operands.x.dtype, gradients, crowded, self.rounds)
         self.rest = torch.empty_like(gradients.x) if keeps else None
         self.operands, self.active, self.grad_y, self.grad_l1 = operands, active, grad_y, grad_l1
         self.gradients = gradients
@@ -110,7 +123,7 @@ class BackwardStages:
         self.tiles = backward_tiles(self.target, operands.x.dtype)
         self.hopper = self._hopper_fits()
         self.blocks = cdiv(operands.tokens, active.rows)
-        self.chunks_per_round = cdiv(cdiv(operands.neurons, self.tiles.chunk), ROUNDS)
+        self.chunks_per_round = cdiv(cdiv(operands.neurons, self.tiles.chunk), self.rounds)
         self.limit = max(operands.tokens // RARE, 1)
         # Planes of the pool that the gradient of a weight needs.
         weights = {0: gradients.down, 1: gradients.select, 2: gradients.up}
@@ -121,6 +134,7 @@ class BackwardStages:
             operands.tokens,
             active.rows,
             self.hopper,
+            self.rounds,
             self.wanted,
             gradients.add,
             self.targets()[0].dtype,
@@ -134,7 +148,7 @@ class BackwardStages:
 
     @property
     def planes(self) -> int:
-        return 3 if self.gated else 2
+        return planes_of(self.operands.up)
 
     @property
     def _tiled(self) -> Callable[[Source, list[int]], Tiled]:
@@ -151,7 +165,7 @@ class BackwardStages:
 
     def run(self) -> None:
         self.plan()
-        for turn in range(ROUNDS):
+        for turn in range(self.rounds):
             self.enter(turn)
             sorted_out = bool(self.wanted) and (turn == 0 or self.crowded)
             self.products()
@@ -184,7 +198,7 @@ class BackwardStages:
             self.all_frequent.shape[1],
         )
         constants = {
-            "ROUNDS": ROUNDS,
+            "ROUNDS": self.rounds,
             "CHUNK": self.tiles.chunk,
             "WIDTH": power_of_two(self.operands.neurons),
             "BLOCKS": power_of_two(self.blocks),
@@ -427,17 +441,17 @@ class BackwardStages:
         blocks, neurons, device = self.blocks, self.operands.neurons, self.operands.x.device
         dtype = self.operands.x.dtype
         # Places, and two counters for every round, 16 bytes apart: all zeros before the first kernel.
-        cleared = numbers(blocks * neurons), numbers(2 * ROUNDS, 4)
+        cleared = numbers(blocks * neurons), numbers(2 * self.rounds, 4)
         # Rare neurons fire for at most so many tokens each.
         capacity = neurons * self.limit * _CANDIDATES
         parts = (
             ((self.planes, self.rows, self.active.rows), dtype),
             # Of each round; rows of multiples of 16 bytes.
-            numbers(ROUNDS, cdiv(blocks * 3, 4) * 4),
-            numbers(ROUNDS, cdiv(blocks * self.chunks_per_round * 3, 4) * 4),
-            numbers(ROUNDS, 4),
+            numbers(self.rounds, cdiv(blocks * 3, 4) * 4),
+            numbers(self.rounds, cdiv(blocks * self.chunks_per_round * 3, 4) * 4),
+            numbers(self.rounds, 4),
             # The Hopper kernels read a whole tile of neurons without asking where the list ends.
-            numbers(ROUNDS, cdiv(neurons + 256, 4) * 4),
+            numbers(self.rounds, cdiv(neurons + 256, 4) * 4),
             numbers(neurons),
             numbers(neurons),
             numbers(blocks * neurons),

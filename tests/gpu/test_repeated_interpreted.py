@@ -1,0 +1,322 @@
+"""Calls and steps that repeat recorded launches: on other tensors, elsewhere, with other tokens."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, functional, recorded_paths
+from twell.kernels.gpu import sizes
+from twell.kernels.gpu.tape import Tape, recorded
+from twell.kernels.gpu.workspace import carve
+from twell.layer_state import layer_of
+
+from ..accuracy import assert_accurate, stock_dense
+from ..training import NAMES, block
+from .test_interpreted import HIDDEN, NEURONS
+from .test_interpreted import block as operands_of
+
+
+def exact_of(*tensors, **biases):
+    wide = [None if t is None else t.double() for t in tensors]
+    return stock_dense(*wide, **{name: bias.double() for name, bias in biases.items()})
+
+
+def check(*tensors, plan, **biases):
+    with torch.no_grad():
+        y = ffn(*tensors, plan=plan, **biases)
+    exact = exact_of(*tensors, **biases)
+    assert_accurate(y, exact, stock_dense(*tensors, **biases))
+    return y
+
+
+@pytest.fixture
+def only_repeated(monkeypatch):
+    """After it was called, a call that is not repeated fails."""
+    return lambda: monkeypatch.setattr(functional, "_run", None)
+
+
+def other_tokens(x, count):
+    x = torch.randn(count, x.shape[1]).to(x.dtype)
+    x[:, 0] = 8.0
+    return x
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("bias", [True, False], ids=["biased", "unbiased"])
+@pytest.mark.parametrize(("rows", "first"), [(0, 20), (16, 70)], ids=["few", "block"])
+def test_other_tokens_and_weights_that_have_moved(interpreted, only_repeated, gated, bias, rows, first):
+    plan = Plan(path="block", block_rows=rows, backend=interpreted)
+    (x, up, down, gate), biases = operands_of(first, dtype=torch.float32, gated=gated, bias=bias)
+    down = down.mT.contiguous().mT
+    check(x, up, down, gate, plan=plan, **biases)
+    only_repeated()
+    with recorded_paths() as ran:
+        for _ in range(2):
+            x = other_tokens(x, first)
+            check(x, up, down, gate, plan=plan, **biases)
+            keep = up.data, down.data, x  # so that what is new lies elsewhere
+            down.data = (down.data.mT * 3).mT
+            if gated:  # else it is what the layer is known by
+                up.data = up.data * 2
+            check(x, up, down, gate, plan=plan, **biases)
+            for tensor in biases.values():
+                tensor.data = tensor.data * 2
+            check(x, up, down, gate, plan=plan, **biases)
+            del keep
+    assert [piece.path for piece in ran] == ["few" if rows == 0 else "block"] * 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "first", "others"),
+    [
+        (0, 1, [1]),
+        (0, 7, [5, 6, 8]),
+        (0, 33, [34, 40, 48]),
+        (0, 64, [49, 63]),
+        (64, 70, [65, 66, 127, 128]),
+        (64, 129, [130, 190, 192]),
+    ],
+)
+def test_other_numbers_of_tokens(interpreted, only_repeated, rows, first, others):
+    plan = Plan(path="block", block_rows=rows, backend=interpreted)
+    (x, up, down, gate), _ = operands_of(first, dtype=torch.float32)
+    down = down.mT.contiguous().mT
+    check(x, up, down, gate, plan=plan)
+    numbers = [n for n in others if sizes.bucket(n) == sizes.bucket(first)]
+    assert numbers
+    only_repeated()
+    for count in numbers:
+        check(other_tokens(x, count), up, down, gate, plan=plan)
+
+
+@pytest.mark.parametrize("workspace", [64 << 10, 2 << 30], ids=["slabs", "small-blocks"])
+def test_a_number_of_tokens_that_takes_other_grids(interpreted, monkeypatch, workspace):
+    """In the same bucket, but with several slabs, or blocks smaller than those of GPUs."""
+    monkeypatch.setattr("twell.kernels.gpu.blocks.WORKSPACE_BYTES", workspace)
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    (x, up, down, gate), _ = operands_of(128, dtype=torch.float32)
+    down = down.mT.contiguous().mT
+    for count in (70, 128, 127, 65, 128):
+        check(x[:count], up, down, gate, plan=plan)
+
+
+def test_no_tokens_after_some(interpreted):
+    plan = Plan(path="block", backend=interpreted)
+    (x, up, down, gate), _ = operands_of(2, dtype=torch.float32)
+    for count in (2, 0, 1, 0, 2):
+        assert check(x[:count], up, down, gate, plan=plan).shape == (count, HIDDEN)
+
+
+@pytest.mark.parametrize("tokens", range(1, 300, 7))
+def test_numbers_of_one_bucket_have_the_same_blocks(tokens):
+    kinds = {
+        (
+            1 << (n - 1).bit_length() if n <= 64 else 0,
+            -(-n // 16) if n <= 64 else 0,
+            -(-n // 64),
+            -(-n // 128),
+        )
+        for n in range(1, 300)
+        if sizes.bucket(n) == sizes.bucket(tokens)
+    }
+    assert len(kinds) == 1
+
+
+def test_leading_dimensions_and_strides_of_x(interpreted):
+    plan = Plan(path="block", backend=interpreted)
+    (x, up, down, gate), _ = operands_of(24, dtype=torch.float32)
+    down = down.mT.contiguous().mT
+    for shape in ((24, HIDDEN), (2, 12, HIDDEN), (2, 3, 4, HIDDEN), (24, HIDDEN)):
+        assert torch.equal(
+            check(x.view(shape), up, down, gate, plan=plan).view(24, -1), ffn(x, up, down, gate, plan=plan)
+        )
+    transposed = x.mT.contiguous().mT
+    assert torch.equal(check(transposed, up, down, gate, plan=plan), check(x, up, down, gate, plan=plan))
+    shifted = torch.empty(24 * HIDDEN + 1)[1:].view(24, HIDDEN).copy_(x)  # 4 bytes off what kernels are for
+    assert torch.equal(check(shifted, up, down, gate, plan=plan), check(x, up, down, gate, plan=plan))
+
+
+def test_weights_of_another_layout_dtype_or_shape_are_not_repeated(interpreted):
+    plan = Plan(path="block", backend=interpreted)
+    (x, up, down, gate), _ = operands_of(8, dtype=torch.float32)
+    down = down.mT.contiguous().mT
+    check(x, up, down, gate, plan=plan)
+    down.data = down.data.contiguous()
+    check(x, up, down, gate, plan=plan)
+    for tensor in (up, down, gate):
+        tensor.data = tensor.data.half()
+    check(x.half(), up, down, gate, plan=plan)
+    up.data, gate.data, down.data = up.data[:64], gate.data[:64], down.data[:, :64]
+    check(x.half(), up, down, gate, plan=plan)
+    with pytest.raises(ValueError, match="up"):
+        ffn(x, up, down, gate, plan=plan)
+
+
+def test_one_weight_in_two_places(interpreted):
+    """What cannot be told apart is not recorded: later it may be two."""
+    plan = Plan(path="block", backend=interpreted)
+    (x, up, down, _), _ = operands_of(8, dtype=torch.float32)
+    down = down.mT.contiguous().mT
+    gate = up
+    check(x, up, down, gate, plan=plan)
+    assert not layer_of(gate).tapes
+    check(x, up, down, up.clone(), plan=plan)
+
+
+def test_a_tape_knows_all_its_tensors_or_is_none():
+    a, b, c = (torch.zeros(64) for _ in range(3))
+    tape = Tape((a, None, b), steady=1)
+    assert tape._place(b[16:]) == (2, 64)
+    assert tape._place(a) == (0, 0)
+    tape._place(c)
+    assert not tape.finish()
+    assert not Tape((a, a[8:]), steady=0).finish()
+    tapes = {}
+    with recorded(tapes, "nothing launched", (a,), 0):
+        pass
+    assert not tapes
+
+
+def test_a_layer_keeps_a_limited_number(interpreted, monkeypatch):
+    monkeypatch.setattr("twell.kernels.gpu.tape._MOST", 3)
+    plan = Plan(path="block", backend=interpreted)
+    (x, up, down, gate), _ = operands_of(64, dtype=torch.float32)
+    for count in (1, 2, 4, 8, 16):
+        check(x[:count], up, down, gate, plan=plan)
+        assert 1 <= len(layer_of(gate).tapes) <= 3
+
+
+def test_a_workspace_is_cut_into_aligned_parts():
+    shapes = (((3, 5), torch.float16), ((), torch.int32), ((2, 4), torch.int32), ((7,), torch.uint8))
+    buffer, pieces = carve(torch.device("cpu"), shapes)
+    for number, (piece, (shape, dtype)) in enumerate(zip(pieces, shapes, strict=True)):
+        tensor = piece.tensor()
+        assert (tensor.shape, tensor.dtype, tensor.data_ptr()) == (shape, dtype, piece.data_ptr())
+        assert tensor.stride() == piece.stride()
+        assert (tensor.data_ptr() - buffer.data_ptr()) % 256 == 0
+        tensor.fill_(number)
+    assert [piece.tensor().float().mean().item() for piece in pieces] == [0, 1, 2, 3]
+    assert pieces[2].row(1).data_ptr() == pieces[2].tensor()[1].data_ptr()
+    assert torch.equal(pieces[2].row(1).tensor(), pieces[2].tensor()[1])
+    assert torch.equal(pieces[2].viewed(8).tensor(), pieces[2].tensor().view(8))
+
+
+def test_a_module_that_is_freed_takes_its_tapes_along(interpreted):
+    module = SparseMLP(HIDDEN, NEURONS, plan=Plan(path="block", backend=interpreted))
+    with torch.no_grad():
+        x = torch.randn(4, HIDDEN)
+        assert torch.equal(module(x), module(x))
+    tape = weakref.ref(next(iter(module._layer.tapes.values())))
+    weight = weakref.ref(module.gate_proj.weight)
+    del module
+    gc.collect()
+    assert tape() is None
+    assert weight() is None
+
+
+class TestSteps:
+    @pytest.fixture(autouse=True, params=[1, 3], ids=["one-round", "rounds"])
+    def _rounds(self, request, monkeypatch):
+        if request.param > 1:
+            monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 0)
+
+    @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+    @pytest.mark.parametrize("with_l1", [True, False], ids=["l1", "y"])
+    def test_repeated_steps_are_the_first_one(self, interpreted, only_repeated, gated, with_l1):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(40, gated=gated, bias=True)
+        operands["down"] = operands["down"].mT.contiguous().mT
+        layer = operands["gate"] if gated else operands["up"]
+        first = steps(operands, plan, with_l1)
+        assert layer_of(layer).prepared
+        only_repeated()
+        for _ in range(2):
+            again = steps(operands, plan, with_l1)
+            for name, gradient in first.items():
+                assert torch.equal(again[name], gradient), name
+                assert again[name].stride() == gradient.stride(), name
+
+    def test_only_what_is_needed(self, interpreted):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(20, bias=True)
+        full = steps(operands, plan)
+        for _ in range(2):
+            for name in ("x", "down", "gate_bias"):
+                alone = steps(operands, plan, only=(name,))
+                assert list(alone) == [name]
+                assert torch.equal(alone[name], full[name])
+
+    def test_leading_dimensions_and_gradients_of_any_layout(self, interpreted):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(24)
+        operands["down"] = operands["down"].mT.contiguous().mT
+        want = steps(operands, plan)
+        shaped = operands | {"x": operands["x"].view(2, 12, -1)}
+        for turned in (False, True, False):
+            found = steps(shaped, plan, turned=turned)
+            assert found["x"].shape == (2, 12, HIDDEN)
+            for name, gradient in want.items():
+                assert torch.equal(found[name].view_as(gradient), gradient), name
+
+    def test_second_derivatives_checkpoints_and_accumulation_go_their_own_way(self, interpreted):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(20)
+        operands["down"] = operands["down"].mT.contiguous().mT
+        leaves = [None if t is None else t.clone().requires_grad_() for t in operands.values()]
+        leaves[2].data = leaves[2].data.mT.contiguous().mT
+        x, up, down, gate, *_ = leaves
+
+        def loss():
+            return ffn(x, up, down, gate, plan=plan).square().sum()
+
+        (want,) = torch.autograd.grad(loss(), up)
+        for _ in range(2):
+            (grad,) = torch.autograd.grad(loss(), up, create_graph=True)
+            torch.testing.assert_close(grad, want)
+            assert torch.autograd.grad(grad.square().sum(), up)[0].isfinite().all()
+            (grad,) = torch.autograd.grad(checkpoint(loss, use_reentrant=False), up)
+            assert torch.equal(grad, want)
+        loss().backward()
+        before = up.grad
+        with accumulate_in_place():
+            loss().backward()
+        assert up.grad is before
+        torch.testing.assert_close(up.grad, 2 * want)
+
+    def test_hooks_that_hand_back_other_layouts(self, interpreted):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(20)
+        operands["down"] = operands["down"].mT.contiguous().mT
+        want = steps(operands, plan)
+        for _ in range(2):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.contiguous()):
+                found = steps(operands, plan)
+            for name, gradient in want.items():
+                assert torch.equal(found[name], gradient), name
+
+
+def steps(operands, plan, with_l1=False, only=None, turned=False):
+    """Gradients by name; turned: grad_y comes with other strides."""
+
+    def run(**tensors):
+        if with_l1:
+            y, stats = ffn_with_stats(**tensors, plan=plan)
+            return y, stats.l1
+        y = ffn(**tensors, plan=plan)
+        return y.mT.contiguous().mT if turned else y
+
+    # The same tensors every time: a layer is known by its weights.
+    for name in NAMES:
+        if operands[name] is not None:
+            operands[name].requires_grad_(only is None or name in only)
+    wanted = {name: t for name, t in operands.items() if t is not None and t.requires_grad}
+    result = run(**operands)
+    y, l1 = result if with_l1 else (result, None)
+    weights = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
+    loss = (y * weights).sum() + (0 if l1 is None else 0.5 * l1)
+    return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
