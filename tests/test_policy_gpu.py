@@ -307,8 +307,11 @@ class TestTraining:
         decision = decision_of(args, layer, training=True)
         assert (decision.backend, decision.ahead) == ("dense", 6)
 
-    @pytest.mark.parametrize(("tokens", "enter", "leave"), [(2048, 0.3, 0.33), (2 * PREFILL, 0.6, 0.65)])
-    def test_with_less_work_a_layer_has_to_be_sparser(self, layer, tokens, enter, leave):
+    @pytest.mark.parametrize(
+        ("tokens", "enter", "leave"),
+        [(1024, 0.5, 0.55), (PREFILL, 0.5, 0.55), (9000, 0.3, 0.33), (2 * PREFILL, 0.6, 0.65)],
+    )
+    def test_limits_are_those_of_what_the_backward_has_room_for(self, layer, tokens, enter, leave):
         args = call(tokens)
         assert run(args, layer, training=True) == READ
         for share, sparse in ((enter + 0.01, False), (enter, True), (leave, True), (leave + 0.01, False)):
@@ -335,7 +338,7 @@ class TestTraining:
     @pytest.mark.parametrize(
         ("options", "reason"),
         [
-            ({"tokens": 1024}, "so few tokens"),
+            ({"tokens": 512}, "so few tokens"),
             ({"tokens": 2 * PREFILL, "dtype": torch.float32}, "float32"),
             ({"tokens": 2 * PREFILL, "hidden": 2056}, "64 features"),
         ],

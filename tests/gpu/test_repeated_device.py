@@ -57,10 +57,11 @@ def only_repeated(monkeypatch):
 def test_numbers_of_tokens_of_one_bucket(monkeypatch, numbers):
     module = module_of()
     module(tokens_of(numbers[0], HIDDEN))
-    with only_repeated(monkeypatch):
-        for count in numbers * 2:
-            x = tokens_of(count, HIDDEN)
-            assert_exact_module(module(x), x, module)
+    for count in numbers * 2:
+        x = tokens_of(count, HIDDEN)
+        with only_repeated(monkeypatch):
+            y = module(x)
+        assert_exact_module(y, x, module)
 
 
 @pytest.mark.usefixtures("no_grad")
@@ -146,7 +147,7 @@ def test_a_capture_inside_of_what_was_captured_before():
     torch.cuda.synchronize()
     for stream, graph in zip(streams, graphs, strict=True):
         with torch.cuda.stream(stream):
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(capture_error_mode="relaxed")
     for stream, x in zip(streams, xs, strict=True):
         with torch.cuda.stream(stream):
             found.append(module(x))

@@ -11,6 +11,7 @@ from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (
     DEFAULT_ROWS,
     FEW_TOKENS,
+    backward_rounds,
     out_of_reach,
     out_of_reach_of_training,
     whole_blocks,
@@ -24,15 +25,16 @@ BLOCK_OPERATIONS = 5.3e10
 # With less work, copying `down` neuron by neuron takes a large part of what the sparsity saves.
 TRANSPOSE_OPERATIONS = 5e11
 
-# Operations of a forward pass below which training steps stay dense: 2,048 tokens at D 2048, H 5632, where a
-# step that is waited for takes 0.93 of dense (nnz 24), and 1.0 at 1,024.
-TRAINING_OPERATIONS = 1.4e11
+# Operations of a forward pass below which training steps stay dense: 1,024 tokens at D 2048, H 5632, where a
+# step that is waited for is 1.13x as fast as dense, most of it being the host's.
+TRAINING_OPERATIONS = 7e10
 
 # Shares of active neurons (of the union of a block) up to which training begins to run sparse, and up to
-# which it goes on so. On an H200 at D 2048, H 5632: 16,384 tokens 1.33x at 0.49, 0.8x with all active; 4,096
-# tokens 1.4x at 0.28, 0.87x at 0.38.
+# which it goes on so. On an H200 at D 2048, H 5632, time on the device: where the backward has room for all
+# neurons 1.02x to 1.34x at 0.49 (1,024 to 4,096 tokens), 0.85x to 1.12x at 0.63; else 2.0x at 0.28 and 0.9x
+# at 0.49 unless it expects so many, as it does with 16,384 tokens: 1.33x at 0.49, 0.8x with all active.
+_ONE_ROUND, _ROUNDS, _MANY = (0.5, 0.55), (0.3, 0.33), (0.6, 0.65)
 _MANY_OPERATIONS = 1.1e12
-_ENTER_AND_LEAVE = {0: (0.3, 0.33), _MANY_OPERATIONS: (0.6, 0.65)}
 
 # Calls between readings of a layer, in the long run: one that is read takes the host as long as a few others.
 LOOK_AGAIN = 256
@@ -96,7 +98,7 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     due = not capturing and reading.is_due()
     neurons, features = args.selector.shape
     name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
-    enter, leave = _ENTER_AND_LEAVE[_MANY_OPERATIONS if operations(args) >= _MANY_OPERATIONS else 0]
+    enter, leave = _enter_and_leave(args, block_rows)
     sparse = reading.trains_sparse(enter, leave, name)
     reason = _READ if due else _known(reading.share, leave if sparse else enter)
     ahead = 0 if capturing else reading.calls_ahead
@@ -104,6 +106,15 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
         block = Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)
         return block._replace(ahead=ahead if sparse else 0)
     return dense._replace(reason=reason, reading=reading, ahead=ahead)
+
+
+def _enter_and_leave(args: FfnArgs, block_rows: int) -> tuple[float, float]:
+    """Shares of active neurons at which training switches."""
+    planes = 2 if args.gate is None else 3
+    rows, itemsize = block_rows or DEFAULT_ROWS, args.x.dtype.itemsize
+    if backward_rounds(args.x.shape[0], args.up.shape[0], rows, planes, itemsize) == 1:
+        return _ONE_ROUND
+    return _MANY if operations(args) >= _MANY_OPERATIONS else _ROUNDS
 
 
 def row_or_block(args: FfnArgs, decision: Decision, training: bool, record: bool) -> Decision:

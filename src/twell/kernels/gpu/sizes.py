@@ -9,7 +9,7 @@ DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list
 FEW_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
 ROUNDS = 3  # of the backward of many tokens, each with room for that part of the neurons
-ONE_ROUND_BYTES = 256 << 20  # up to here the backward has room for all neurons: one round, fewer launches
+ONE_ROUND_BYTES = 288 << 20  # up to here (8,192 tokens of 5,632 neurons) the backward has room for all
 _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 
