@@ -53,6 +53,7 @@ bench: $(READY)  ## measure the CPU figures again and append them to benchmarks/
 bench-gpu:  ## measure the GPU figures again with the interpreter that has CUDA torch (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) benchmarks/ffn_inference.py
 	PYTHONPATH=src $(PYTHON) benchmarks/ffn_training.py
+	PYTHONPATH=src $(PYTHON) benchmarks/defaults.py
 
 tables: $(READY)  ## regenerate every table and figure of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py

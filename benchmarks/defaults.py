@@ -50,6 +50,7 @@ class Setting:
     device: str = "cuda"
     few: tuple[int, ...] = (1, 8, 64)
     middle: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
+    unseen: int = 2048  # the largest number of tokens that nobody has seen
     nnz: tuple[int, ...] = (24, 64, 5632)
     steps: tuple[int, ...] = (1024, 2048, 4096, 16384)
     prefill: tuple[int, ...] = (1024, 2048, 4096)
@@ -68,7 +69,8 @@ TINY = Setting(
     device="cpu",
     few=(1,),
     middle=(16,),
-    nnz=(8, 128),
+    unseen=16,
+    nnz=(24, 128),
     steps=(16,),
     prefill=(16,),
     vocabulary=64,
@@ -171,7 +173,7 @@ def host(bench: Bench) -> None:
         for name in list(candidates)[1:]:
             bench.add(f"host/{name}", timings[name], MODULES, timings[MODULES], count, s.nnz[0])
     # Numbers of tokens that nobody has seen: each is met once by every candidate.
-    for low, high in ((2, s.few[-1]), (s.middle[0], s.middle[-3])):
+    for low, high in ((2, s.few[-1]), (s.middle[0], s.unseen)):
         x = bench.tokens(high)
         unseen = [x[: low + int(more)] for more in torch.randperm(max(high - low, 0))]
         if len(unseen) > 5 * WARM:

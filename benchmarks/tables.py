@@ -20,6 +20,7 @@ from pathlib import Path
 
 from PIL import Image
 
+import tables_defaults
 import tables_gpu
 import tables_runs
 import tables_training
@@ -139,6 +140,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-density": cpu_density,
     "format-memory": format_memory,
     "measured-on": measured_on,
+    **tables_defaults.TABLES,
     **tables_gpu.TABLES,
     **tables_training.TABLES,
     **tables_runs.TABLES,

@@ -159,8 +159,8 @@ def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
     else:
         path, kind = "block", blocks_kind(operands, rows, record=False, keep=False)
         told = tokens_to_play(operands, rows) is not None
-        # Numbers of tokens in a bucket have the same blocks of 64 or more; smaller ones are for tests.
-        only = None if told and not 0 < rows < 64 else tokens
+        # Numbers of tokens in a bucket have the same blocks, if those are of the usual size.
+        only = None if told and rows in (0, DEFAULT_ROWS) else tokens
     tape = decision.layer.tapes.get(kind)
     return None if tape is None else Repeat(tape, args, path, told, only)
 

@@ -48,7 +48,7 @@ def bucket(tokens: int) -> tuple[int, int]:
     and that an automatic plan treats alike."""
     if tokens <= FEW_TOKENS:
         return 1 << (tokens - 1).bit_length(), cdiv(tokens, 16)
-    return 0, cdiv(tokens, 64)
+    return 0, cdiv(tokens, DEFAULT_ROWS)
 
 
 def whole_blocks(tokens: int) -> int:

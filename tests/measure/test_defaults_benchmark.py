@@ -1,0 +1,46 @@
+"""The benchmark of defaults: a tiny run on the CPU, and tables made of its records."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from twell.measure import read_records
+
+pytest.importorskip("transformers")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """benchmarks/defaults.py and tables_defaults.py."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    yield tuple(map(importlib.import_module, ("defaults", "tables_defaults")))
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+
+def test_a_tiny_run_fills_every_table(modules, tmp_path, monkeypatch):
+    defaults, tables = modules
+    path = tmp_path / "defaults.jsonl"
+    defaults.main(["--device", "cpu", "--tiny", "--quick", "--out", str(path), "--commit", "abc1234"])
+    records = read_records(path)
+    sections = {record.what.split("/")[1] for record in records}
+    assert sections == set(defaults.SECTIONS)
+    assert all(record.baseline_value > 0 and record.commit == "abc1234" for record in records)
+    for record in records:
+        assert record.error is None or record.error < 1e-4, record.what
+    (generated,) = (record for record in records if record.what == "defaults/generate/auto")
+    assert generated.sparsity["same_tokens"] == 1.0
+
+    monkeypatch.setattr(tables, "RECORDS", path)
+    assert "| 16 |" in tables.eager()
+    assert "nnz 24" in tables.eager()
+    assert tables.host().count("\n") == 3
+    assert "1.00x" not in tables.models().splitlines()[0]
+    assert "prefill, 16 tokens" in tables.models()
+    assert "compiled and checkpointed" in tables.models()
+    assert "| 16 | 24 |" in tables.steps()
+    assert "abc1234" in tables.measured_on()
