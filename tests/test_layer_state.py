@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -59,6 +60,32 @@ class TestReadings:
         for tiles in (1, 3, 2):
             reading.take(torch.full((tiles, 2), 5), 100)
             assert reading.share == pytest.approx(tiles * 0.1)
+
+    def test_inference_mode_and_others_take_turns(self):
+        reading = Reading()
+        with torch.inference_mode():
+            read(reading, 0.25)
+        read(reading, 0.5)
+        assert reading.share == 0.5
+
+    def test_threads_may_look_at_once(self):
+        reading, failed = Reading(), []
+
+        def look():
+            try:
+                for _ in range(300):
+                    read(reading, 0.25)
+                    assert reading.share in (None, 0.25)
+                    _ = reading.has_news
+            except Exception as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failed
 
     def test_no_second_one_while_one_is_on_its_way(self):
         reading = Reading()

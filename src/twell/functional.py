@@ -21,7 +21,7 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, run_training_step, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached
-from .prepared import PreparedDense, PreparedSparse, PreparedStep, is_trained, token_bucket
+from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
 from .saving import wants_the_same_again
 
 
@@ -146,23 +146,18 @@ def _repeated(
     layer: LayerState,
 ) -> FfnOutput | None:
     """What this call gives if it repeats one that was decided before, else None."""
-    try:
-        x, output = tensors[0], None
-        prepared = layer.prepared.get(_kind_of(x, record))
+    x, output = tensors[0], None
+    if not isinstance(x, Tensor):  # the checks say so
+        return None
+    mode = call_mode(record)
+    prepared = layer.prepared.get((x.shape, mode) if mode else x.shape)
+    if prepared is not None:
+        output = prepared.run(tensors, activation, plan, layer)
+    if output is None and layer.buckets and not record:
+        prepared = layer.buckets.get((bucket_of(x), mode))
         if prepared is not None:
             output = prepared.run(tensors, activation, plan, layer)
-        if output is None and layer.buckets and not record:
-            prepared = layer.buckets.get(token_bucket(x))
-            if prepared is not None:
-                output = prepared.run(tensors, activation, plan, layer)
-    except AttributeError:  # something that is not a tensor: the checks say which
-        return None
     return output
-
-
-def _kind_of(x: Tensor, record: bool) -> tuple[int, ...]:
-    """What prepared calls are found by; a shape has no negative sizes."""
-    return (*x.shape, -1) if record else x.shape
 
 
 def _run(
@@ -188,7 +183,7 @@ def _run(
         None if plan is None else plan.spec,
         x.device.type,
         x.dtype,
-        _token_bucket(x),
+        _power_of_tokens(x),
         # index() makes a compiler specialise on the weights' sizes; tokens stay dynamic.
         index(up.shape[1]),
         index(up.shape[0]),
@@ -212,12 +207,14 @@ def _run(
         else:
             output = dense_forward(args, record, is_automatic(plan), decision.reason)
         if decision.ahead and lasting and not record and x.device.type != "meta":
-            layer.keep_prepared(x.shape, PreparedDense(tensors, activation, plan, decision))
+            layer.keep_prepared(
+                x.shape, call_mode(record), PreparedDense(tensors, activation, plan, decision)
+            )
     elif training:
         output = run_training_step(args, decision, record)
     else:
         output = get_backend(decision.backend).forward(args, decision, record)
-    if decision.ahead and lasting and decision.backend != "dense":
+    if decision.ahead and lasting and decision.backend != "dense" and x.is_contiguous():
         _keep_repeat(tensors, args, plan, decision, training, record, layer)
     return _shaped(output, x, down)
 
@@ -231,7 +228,7 @@ def _keep_repeat(
     record: bool,
     layer: LayerState,
 ) -> None:
-    """For calls like this one, which has just run on a sparse path."""
+    """For calls like this one, which has just run on a sparse path, with an x that kernels read as it is."""
     backend, x = get_backend(decision.backend), tensors[0]
     if training:
         repeats = None if backend.training is None else backend.training.repeat
@@ -239,12 +236,12 @@ def _keep_repeat(
         repeat = None if repeats is None or wants_the_same_again() else repeats(args, decision, record)
         if repeat is not None:
             prepared = PreparedStep(tensors, args.activation, plan, decision, repeat, record)
-            layer.keep_prepared(_kind_of(x, record), prepared)
+            layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif backend.repeat is not None and not record:
         repeat = backend.repeat(args, decision)
         if repeat is not None:
             prepared = PreparedSparse(tensors, args.activation, plan, decision, repeat)
-            layer.keep_prepared(x.shape, prepared, token_bucket(x))
+            layer.keep_prepared(x.shape, call_mode(record), prepared, bucket_of(x))
 
 
 def _run_observed(args: FfnArgs, resolution: Resolution, training: bool, record: bool) -> FfnOutput:
@@ -326,7 +323,7 @@ _resolve_constant._dynamo_marked_constant = True
 _in_dual_level._dynamo_marked_constant = True
 
 
-def _token_bucket(x: Tensor) -> int | None:
+def _power_of_tokens(x: Tensor) -> int | None:
     """The power of two at or above x's tokens; None while tracing, where one graph serves many."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None

@@ -55,18 +55,22 @@ class Reading:
 
         Looks at host memory only, so it may be asked while a CUDA graph is being captured.
         """
-        if self.has_news and (self._arriving >= 0).all():
-            self._share, self._arriving = float(self._arriving.sum()) / self._slots, None
+        arriving = self._arriving
+        if arriving is not None:
+            counts = arriving.copy()  # another thread may begin the next reading meanwhile
+            if (counts >= 0).all():
+                self._share, self._arriving = float(counts.sum()) / self._slots, None
         return self._share
 
     @property
     def has_news(self) -> bool:
         """Whether counts arrive at this moment, or have arrived and were not looked at."""
         # Counts are never negative: the reading has arrived when no -1 is left.
-        return self._arriving is not None and self._arriving[-1] >= 0
+        arriving = self._arriving
+        return arriving is not None and arriving[-1] >= 0
 
     def is_due(self, interval: int = LOOK_AGAIN) -> bool:
-        """Count a call; whether it should run sparse and be read.
+        """Count a call; whether it should be read.
 
         interval: calls between readings in the long run.
         """
@@ -90,14 +94,13 @@ class Reading:
         """Read `counts`, active neurons per block or tile; slots: their sum if all were active."""
         counts = counts.flatten()
         if self._host is None or self._host.shape != counts.shape:
-            # Where nobody is sure to wait for the device, memory that it writes to by itself.
-            self._host = torch.empty(
-                counts.shape, dtype=counts.dtype, device="cpu", pin_memory=counts.is_cuda
-            )
+            with torch.inference_mode(False):  # else it could not be used again outside of that mode
+                pinned = counts.is_cuda
+                self._host = torch.empty(counts.shape, dtype=counts.dtype, device="cpu", pin_memory=pinned)
         arriving = self._host.numpy()
         arriving.fill(-1)
         self._host.copy_(counts, non_blocking=True)
-        self._arriving, self._slots = arriving, slots
+        self._slots, self._arriving = slots, arriving
 
     def trains_sparse(self, enter: float, leave: float, layer: str) -> bool:
         """Whether steps should run sparse: once the share is at most `enter`, until it is above `leave`.
@@ -138,8 +141,8 @@ class Outcome(NamedTuple):
 class LayerState:
     """What is known of one layer.
 
-    prepared:  by the shape of x, and whether statistics are wanted, what later calls may repeat without
-               deciding again (`Prepared`).
+    prepared:  by the shape of x, and its mode if that is not 0, what later calls may repeat without deciding
+               again (`Prepared`).
     buckets:   the same for calls with other numbers of tokens, by bucket (`kernels.gpu.sizes.bucket`).
     tapes:     by kind of call, launches that later ones repeat (`kernels.gpu.tape`).
     ran:       by phase ("forward", "backward"), what was decided last.
@@ -172,12 +175,13 @@ class LayerState:
     def readings(self) -> dict[Kind, Reading]:
         return dict(self._readings)
 
-    def keep_prepared(self, kind: Hashable, call: Any, bucket: Hashable = None) -> None:
-        """call: for calls of this kind, and of this bucket if there is one."""
+    def keep_prepared(self, shape: torch.Size, mode: int, call: Any, bucket: Hashable = None) -> None:
+        """call: for calls of this shape and mode, and of this bucket if there is one."""
         if bucket is not None:
             if len(self.buckets) >= _MOST_PREPARED:
                 self.buckets = {}
-            self.buckets[bucket] = call
+            self.buckets[bucket, mode] = call
+        kind = (shape, mode) if mode else shape
         before = self.prepared.pop(kind, None)
         if before is not None:
             before.settle()

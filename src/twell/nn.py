@@ -14,6 +14,7 @@ from .activations import Activation
 from .functional import FfnStats, run_ffn, stats_of
 from .layer_state import LayerState
 from .plan import Plan
+from .prepared import call_mode
 
 
 class SparseMLP(nn.Module):
@@ -112,9 +113,13 @@ class SparseMLP(nn.Module):
         if torch.compiler.is_compiling():
             return self._forward_outside(x) if self._leaves_graph() else self._forward(x, compile_dense=False)
         layer = self._layer
-        if layer is not None and not self.record and type(x) is Tensor:
+        if layer is not None and type(x) is Tensor and not self.record:
             # With few tokens a step waits for the host: what was prepared for them is asked at once.
-            prepared, weights = layer.prepared.get(x.shape), self._plain_weights()
+            mode = call_mode(record=False)
+            prepared, weights = (
+                layer.prepared.get((x.shape, mode) if mode else x.shape),
+                self._plain_weights(),
+            )
             if prepared is not None and weights is not None:
                 output = prepared.run((x, *weights), self.activation, self.plan, layer)
                 if output is not None:
@@ -176,7 +181,7 @@ class SparseMLP(nn.Module):
             ):
                 return None
             parameters = state["_parameters"]
-            if "weight" in parameters:
+            if "weight" in parameters and "bias" in parameters:
                 weights.append(parameters["weight"])
                 biases.append(parameters["bias"])
             else:  # a replica, or FSDP1: plain tensors in place of parameters

@@ -447,21 +447,23 @@ class _RepeatedStep(torch.autograd.Function):
     def forward(
         ctx,
         repeat: StepRepeat,
+        holds: Callable[[Sequence[Tensor | None]], bool],
         decision: Decision,
         activation: Activation,
         record: bool,
         *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        found = repeat.forward(*tensors)
+        x, found = tensors[0], repeat.forward(*tensors)
         if found is None:
-            x = tensors[0]
             flat = FfnArgs(x.reshape(-1, x.shape[-1]), *tensors[1:], activation)
             output, saved = _train(flat, decision, record)
-            found = output._replace(y=output.y.view(*x.shape[:-1], -1)), saved
+            y = torch.ops.aten._unsafe_view(output.y, (*x.shape[:-1], output.y.shape[-1]))
+            found = output._replace(y=y), saved
+        else:
+            note_path(decision.path, x, tensors[1].shape[0], reason=decision.reason)
         output, saved = found
         ctx.save_for_backward(*tensors, *saved)
-        # Hooks may hand back tensors that are laid out in another way.
-        ctx.repeat = repeat if saving_watcher() is None else None
+        ctx.repeat, ctx.holds = repeat, holds
         _keep(ctx, decision, activation, output)
         return tuple(output)
 
@@ -488,12 +490,13 @@ def _repeated_gradients(
     ctx, saved: Sequence[Tensor | None], grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
 ) -> Gradients | None:
     """As an earlier backward of this kind was run; None where there is more to it."""
-    if ctx.repeat is None or grad_y is None or accumulates_in_place() or torch.is_grad_enabled():
+    if grad_y is None or accumulates_in_place() or torch.is_grad_enabled():
         return None
-    if not _only_values_matter((*saved, grad_y, grad_l1)):
+    tensors, kept = saved[:_NUMBER], Saved(*saved[_NUMBER:])
+    # Weights may have been laid out in another way since, and hooks may hand back anything.
+    if not _only_values_matter((*saved, grad_y, grad_l1)) or not ctx.holds(tensors):
         return None
     decision, x, up = ctx.step.decision, saved[0], saved[1]
-    tensors, kept = saved[:_NUMBER], Saved(*saved[_NUMBER:])
     found = ctx.repeat.backward(tensors, kept, grad_y, grad_l1, needed)
     if found is not None:
         decision.layer.note("backward", decision.path, decision.reason, decision.reading)
@@ -501,14 +504,22 @@ def _repeated_gradients(
     return found
 
 
-_REPEATED = 4  # arguments of it before its tensors
+_REPEATED = 5  # arguments of it before its tensors
 
 
 def repeat_training_step(
-    repeat: StepRepeat, decision: Decision, activation: Activation, record: bool, *tensors: Tensor | None
+    repeat: StepRepeat,
+    holds: Callable[[Sequence[Tensor | None]], bool],
+    decision: Decision,
+    activation: Activation,
+    record: bool,
+    *tensors: Tensor | None,
 ) -> FfnOutput:
-    """An eager step on (x [..., D], ...), as one of its kind was run before; y [..., E]."""
-    return FfnOutput(*_RepeatedStep.apply(repeat, decision, activation, record, *tensors))
+    """An eager step on (x [..., D], ...), as one of its kind was run before; y [..., E].
+
+    holds: whether operands are still of the kinds that were recorded, for the backward.
+    """
+    return FfnOutput(*_RepeatedStep.apply(repeat, holds, decision, activation, record, *tensors))
 
 
 def _save_for_second(ctx, inputs, output) -> None:

@@ -28,29 +28,35 @@ from .saving import wants_the_same_again
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
 # What `os.environ.get` looks up, which takes a microsecond for it.
-_environment = getattr(os.environ, "_data", {})
+_environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
 _VARIABLE = os.fsencode(ENVIRONMENT_VARIABLE)
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool  # no
 
 
 def _override() -> object:
     """What the environment variable says, as it is stored."""
-    return _environment.get(_VARIABLE) if _environment else os.environ.get(ENVIRONMENT_VARIABLE)
+    return os.environ.get(ENVIRONMENT_VARIABLE) if _environment is None else _environment.get(_VARIABLE)
+
+
+def call_mode(record: bool) -> int:
+    """What calls of one shape are told apart by, besides: 0 without gradients, statistics or inference mode.
+    A model may be called both ways by turns."""
+    return torch.is_grad_enabled() + 2 * torch.is_inference_mode_enabled() + 4 * record
 
 
 class _Kinds:
     """Checks that operands are of the kinds of those that were decided about: None, or of one type, dtype,
     device, shape and strides, with or without gradients."""
 
-    __slots__ = ("_check", "_kinds", "_there")
+    __slots__ = ("_check", "_kinds", "_types")
 
     def __init__(self, tensors: Tensors) -> None:
-        self._there = [t is not None for t in tensors]
+        self._types = [type(t) for t in tensors]
         self._kinds = self._of(tensors)
         self._check = _compiled_check([t for t in tensors if t is not None])
 
     def hold(self, tensors: Tensors) -> bool:
-        if [t is not None for t in tensors] != self._there:
+        if [type(t) for t in tensors] != self._types:
             return False
         if self._check is not None:
             return self._check(*[t for t in tensors if t is not None])
@@ -134,7 +140,7 @@ class Prepared:
             return None
         if not self._holds(tensors, activation, plan):
             return None
-        output = self._compute(tensors)
+        output = self._compute(tensors, layer)
         if output is None:
             return None
         self._left -= 1
@@ -149,7 +155,7 @@ class Prepared:
             self._reading.count(self._calls - max(self._left, 0))
         self._calls = self._left = 0
 
-    def _compute(self, tensors: Tensors) -> FfnOutput | None:
+    def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput | None:
         raise NotImplementedError
 
     def _holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
@@ -195,7 +201,7 @@ class PreparedDense(Prepared):
         args = FfnArgs(*tensors, activation)
         self._products = None if self._training else products_for(args, self._tuned)
 
-    def _compute(self, tensors: Tensors) -> FfnOutput:
+    def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         x = tensors[0]
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
             return FfnOutput(self._values(*tensors))
@@ -276,14 +282,15 @@ class PreparedSparse(Prepared):
 
     @staticmethod
     def _kind_of(x: Tensor) -> tuple:
-        return type(x), x.shape[-1], x.dtype, x.device, x.layout is _STRIDED and x.is_contiguous()
+        plain = x.layout is _STRIDED and x.is_contiguous() and not x.is_neg()  # as kernels read it
+        return type(x), x.shape[-1], x.dtype, x.device, plain
 
 
 _GATED = [True] * 4 + [False] * 3
 
 
-def token_bucket(x: Tensor) -> tuple[int, int] | None:
-    """Of x [..., D]; None without tokens."""
+def bucket_of(x: Tensor) -> tuple[int, int] | None:
+    """That of the tokens of x [..., D]; None without any."""
     tokens = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
     return bucket(tokens) if tokens else None
 
@@ -291,7 +298,7 @@ def token_bucket(x: Tensor) -> tuple[int, int] | None:
 class PreparedStep(Prepared):
     """Training steps that launch what was launched before."""
 
-    __slots__ = ("_decision", "_record", "_repeat")
+    __slots__ = ("_decision", "_operands", "_record", "_repeat")
 
     def __init__(
         self,
@@ -304,11 +311,14 @@ class PreparedStep(Prepared):
     ) -> None:
         super().__init__(tensors, activation, plan, decision)
         self._repeat, self._record = repeat, record
-        self._decision = decision._replace(read=False)
+        self._operands = _Kinds(tensors)
+        # Without the layer, which this belongs to: it would not be freed at once.
+        self._decision = decision._replace(read=False, layer=None)
 
-    def _compute(self, tensors: Tensors) -> FfnOutput:
-        note_path("block", tensors[0], tensors[1].shape[0], reason=self._reason)
-        return repeat_training_step(self._repeat, self._decision, self._activation, self._record, *tensors)
+    def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
+        decision = self._decision._replace(layer=layer)
+        holds = self._operands.hold
+        return repeat_training_step(self._repeat, holds, decision, self._activation, self._record, *tensors)
 
     @staticmethod
     def _kind_of(x: Tensor) -> tuple:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -200,3 +202,31 @@ def test_a_dense_call_counts_what_its_own_gate_activates(interpreted, tokens, ac
     parts = (~(x @ gate.mT <= threshold)).split(64 if tokens <= 64 else 128)
     union = sum(part.any(0).sum().item() for part in parts)
     assert reading.share == union / (len(parts) * NEURONS)
+
+
+def test_numbers_of_kinds_are_given_once():
+    from twell.kernels.gpu.launch import kind_number
+
+    class Slow:  # gives way to other threads while it is hashed
+        def __init__(self, number):
+            self.number = number
+
+        def __hash__(self):
+            return hash(str(self.number))
+
+        def __eq__(self, other):
+            return self.number == other.number
+
+    found = {}
+
+    def number(first):
+        for which in range(first, 2000, 8):
+            found[which] = kind_number((Slow(which),))
+
+    threads = [threading.Thread(target=number, args=(first,)) for first in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found.values())) == len(found) == 2000
+    assert kind_number((Slow(5),)) in (found[5], max(found.values()) + 1)  # another one if it was forgotten

@@ -135,6 +135,60 @@ def test_leading_dimensions_and_strides_of_x(interpreted):
     assert torch.equal(check(shifted, up, down, gate, plan=plan), check(x, up, down, gate, plan=plan))
 
 
+@pytest.mark.parametrize("outputs", [HIDDEN, 16])
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_an_x_that_is_not_contiguous_is_read_as_it_is(interpreted, outputs, trained):
+    """Flattened it is a copy: what kernels read in its place says nothing about x itself."""
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    operands = block(4, outputs=outputs)
+    up, down, gate = (operands[name].requires_grad_(trained) for name in ("up", "down", "gate"))
+    for take in (lambda x: x[:, :2], lambda x: x.transpose(0, 1), lambda x: x[..., : 2 * HIDDEN : 2]):
+        for whole in (torch.randn(2, 3, HIDDEN), torch.randn(2, 3, HIDDEN)):
+            x = take(torch.cat((whole, whole), -1) if take(whole).shape[-1] < HIDDEN else whole)
+            y = ffn(x, up, down, gate, plan=plan)
+            exact = exact_of(x, up, down, gate)
+            assert_accurate(y.detach(), exact.detach(), stock_dense(x, up, down, gate).detach())
+            if trained:
+                (found,) = torch.autograd.grad(y.sum(), up)
+                (want,) = torch.autograd.grad(exact.sum(), up)
+                torch.testing.assert_close(found.double(), want.double(), rtol=1e-4, atol=1e-4)
+
+
+def test_negated_views(interpreted):
+    plan = Plan(path="block", backend=interpreted)
+    (x, up, down, gate), _ = operands_of(4, dtype=torch.float32)
+    down = down.mT.contiguous().mT
+    for _ in range(2):
+        for each in (x, torch._neg_view(-x)):
+            check(each, up, down, gate, plan=plan)
+
+
+def test_calls_of_one_shape_in_several_modes_take_turns(interpreted, only_repeated):
+    plan = Plan(path="block", block_rows=16, backend=interpreted)
+    operands = block(6)
+    operands["down"] = operands["down"].mT.contiguous().mT
+    tensors = [operands[name] for name in NAMES[:4]]
+    tensors[1].requires_grad_()
+
+    def in_turn():
+        results = [ffn(*tensors, plan=plan).detach()]
+        with torch.no_grad():
+            results.append(ffn(*tensors, plan=plan))
+            results.append(ffn_with_stats(*tensors, plan=plan)[0])
+        with torch.inference_mode():
+            results.append(ffn(*tensors, plan=plan).clone())
+        return results
+
+    first = in_turn()
+    layer = layer_of(tensors[3])
+    assert len(layer.prepared) == 3  # statistics without gradients are not repeated
+    left = {kind: call._left for kind, call in layer.prepared.items()}
+    again = in_turn()
+    assert {kind: call._left for kind, call in layer.prepared.items()} == {k: n - 1 for k, n in left.items()}
+    for y, want in zip(again, first, strict=True):
+        assert torch.equal(y, want)
+
+
 def test_weights_of_another_layout_dtype_or_shape_are_not_repeated(interpreted):
     plan = Plan(path="block", backend=interpreted)
     (x, up, down, gate), _ = operands_of(8, dtype=torch.float32)
@@ -234,6 +288,59 @@ class TestSteps:
             for name, gradient in first.items():
                 assert torch.equal(again[name], gradient), name
                 assert again[name].stride() == gradient.stride(), name
+
+    def test_the_backward_is_repeated_too(self, interpreted, monkeypatch):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(6)
+        operands["down"] = operands["down"].mT.contiguous().mT
+        want = steps(operands, plan)
+        monkeypatch.setattr("twell.kernels.gpu.backward.run.BackwardStages", None)
+        monkeypatch.setattr("twell.kernels.gpu.training.gpu_backward", None)
+        with recorded_paths() as ran:
+            found = steps(operands, plan)
+        assert [(piece.path, piece.phase) for piece in ran] == [("block", "forward"), ("block", "backward")]
+        for name, gradient in want.items():
+            assert torch.equal(found[name], gradient), name
+
+    def test_a_weight_that_is_laid_out_anew_before_the_backward(self, interpreted):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(6)
+        x, up, down, gate = (operands[name].requires_grad_() for name in NAMES[:4])
+        down.data = down.data.mT.contiguous().mT
+        want = None
+        for _ in range(3):
+            y = ffn(x, up, down, gate, plan=plan)
+            if want is not None:
+                down.data = down.data.contiguous()
+            found = torch.autograd.grad(y.square().sum(), (x, up, down, gate))
+            down.data = down.data.mT.contiguous().mT
+            want = want or found
+            for gradient, expected in zip(found, want, strict=True):
+                torch.testing.assert_close(gradient, expected)
+
+    def test_one_token_without_leading_dimensions(self, interpreted):
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(1, bias=True)
+        operands["x"] = operands["x"][0].clone()
+        operands["down"] = operands["down"].mT.contiguous().mT
+        first = steps(operands, plan)
+        again = steps(operands, plan)
+        for name, gradient in first.items():
+            assert torch.equal(again[name], gradient), name
+
+    def test_an_output_may_be_changed_in_place(self, interpreted, monkeypatch):
+        """However the step ran: an output must be no view."""
+        plan = Plan(path="block", block_rows=16, backend=interpreted)
+        operands = block(6)
+        operands["down"] = operands["down"].mT.contiguous().mT
+        operands["x"] = operands["x"].view(2, 3, -1)
+        tensors = {name: t.requires_grad_() for name, t in operands.items() if t is not None}
+        for watched in (False, False, True):
+            monkeypatch.setattr("twell.kernels.gpu.tape.is_watched", lambda watched=watched: watched)
+            with recorded_paths() as ran:
+                y = ffn(**tensors, plan=plan)
+            assert len(ran) == 1
+            y.add_(1.0).sum().backward()
 
     def test_only_what_is_needed(self, interpreted):
         plan = Plan(path="block", block_rows=16, backend=interpreted)

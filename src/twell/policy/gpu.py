@@ -110,9 +110,8 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
 
 def _enter_and_leave(args: FfnArgs, block_rows: int) -> tuple[float, float]:
     """Shares of active neurons at which training switches."""
-    planes = 2 if args.gate is None else 3
     rows, itemsize = block_rows or DEFAULT_ROWS, args.x.dtype.itemsize
-    if backward_rounds(args.x.shape[0], args.up.shape[0], rows, planes, itemsize) == 1:
+    if backward_rounds(args.x.shape[0], args.up.shape[0], rows, args.gate is not None, itemsize) == 1:
         return _ONE_ROUND
     return _MANY if operations(args) >= _MANY_OPERATIONS else _ROUNDS
 

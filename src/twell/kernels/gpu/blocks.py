@@ -10,7 +10,7 @@ from torch import Tensor
 from .block_stages import BlockStages
 from .launch import Tokens, launch
 from .numbers import cdiv
-from .operands import Operands, element_bytes
+from .operands import STEADY, Operands, element_bytes
 from .sizes import DEFAULT_ROWS, list_sizes
 from .statistics import count_firing, sum_magnitudes
 from .tape import Tapes, recorded, replay
@@ -86,9 +86,6 @@ def tokens_to_play(operands: Operands, rows: int) -> int | None:
     return operands.tokens if _slab_tokens(operands, rows or DEFAULT_ROWS) >= operands.tokens else None
 
 
-STEADY = 7  # weights, and a workspace that is kept
-
-
 def _launch(
     stages: BlockStages,
     slab: int,
@@ -126,9 +123,7 @@ def _slab_tokens(operands: Operands, rows: int) -> int:
     blocks = cdiv(operands.tokens, rows)
     slabs = cdiv(blocks, max(limit, 1))
     per_slab = cdiv(blocks, slabs)
-    if (
-        slabs > 1
-    ):  # the counts of every slab start at a multiple of 16 bytes, as the kernels were compiled for
+    if slabs > 1:  # their counts start at multiples of 16 bytes, as the kernels were compiled for
         per_slab = cdiv(per_slab, 4) * 4
     return per_slab * rows
 

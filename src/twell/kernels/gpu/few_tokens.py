@@ -11,13 +11,11 @@ from torch import Tensor
 from .few import few_down, few_select_up
 from .launch import Tokens, kind_number, launch
 from .numbers import cdiv, power_of_two
-from .operands import Operands, element_bytes
+from .operands import STEADY, Operands, element_bytes
 from .sizes import bucket
 from .tape import Tapes, recorded, replay
 from .target import Target, target_of
 from .workspace import Piece, buffer_sizes, carve
-
-STEADY = 7  # weights and the workspace
 
 
 @dataclass(frozen=True, kw_only=True)

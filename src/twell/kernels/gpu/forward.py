@@ -18,7 +18,7 @@ from .operands import Operands, is_readable, prepare
 from .sizes import DEFAULT_ROWS, FEW_TOKENS
 from .statistics import count_unions
 from .tape import Tape, Tapes
-from .workspace import workspace_on
+from .workspace import kept_workspace
 
 _COUNTED = 64  # neurons of one program that counts
 _BLOCK_ROWS = (0, 64, 128)
@@ -137,7 +137,7 @@ class Repeat:
             return None
         if not self._told:
             tokens = None
-        buffer = workspace_on(self._device, index, stream, self._space)
+        buffer = kept_workspace(self._device, index, stream, self._space)
         if not self._gated:
             gate, up, gate_bias, up_bias = up, None, up_bias, None
         if self._in_full:

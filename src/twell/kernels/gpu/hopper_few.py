@@ -20,13 +20,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .few_tokens import STEADY, FewRun, few_kind
+from .few_tokens import FewRun, few_kind
 from .hopper import tiled
 from .hopper_few_down import few_down_hopper
 from .hopper_few_select import few_select_up_hopper
 from .launch import Tokens, kind_number, launch
 from .numbers import cdiv, power_of_two
-from .operands import Operands
+from .operands import STEADY, Operands
 from .tape import Tapes, recorded, replay
 from .target import Target, target_of
 from .workspace import Piece, buffer_sizes, carve

@@ -6,6 +6,7 @@ call that directly, as Triton itself does in the end. A `Tape` that is being rec
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from types import BuiltinFunctionType
@@ -13,13 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import triton
+from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-try:
-    from triton import knobs
-    from triton.compiler import CompiledKernel
-except ImportError:  # an older Triton: always through its front door
-    knobs = CompiledKernel = None
 
 from .workspace import Piece
 
@@ -29,6 +26,7 @@ if TYPE_CHECKING:
 _MOST = 4096
 _compiled: dict[Hashable, Known] = {}
 _kinds: dict[Hashable, int] = {}
+_numbers = itertools.count()
 
 
 class Source(Protocol):
@@ -67,11 +65,13 @@ recording = _Recording()
 
 
 def kind_number(kind: Hashable) -> int:
-    """A number for a long kind: hashing it once for a call instead of once for every launch."""
-    if len(_kinds) >= _MOST and kind not in _kinds:
+    """A number for a long kind: hashing it once for a call instead of once for every launch.
+
+    No number is given twice, whatever other threads do, or hold.
+    """
+    if len(_kinds) >= _MOST:
         _kinds.clear()
-        _compiled.clear()
-    return _kinds.setdefault(kind, len(_kinds))
+    return _kinds.setdefault(kind, next(_numbers))
 
 
 def launch(
@@ -96,7 +96,7 @@ def launch(
     if known is None or is_watched():
         real = [through_triton(argument) for argument in arguments]
         compiled = kernel[grid](*real, **constants, **options)
-        if CompiledKernel is not None and isinstance(compiled, CompiledKernel):
+        if isinstance(compiled, CompiledKernel):
             if len(_compiled) >= _MOST:
                 _compiled.clear()
             known = _compiled[key] = Known(compiled, constants)
@@ -160,10 +160,10 @@ class Values(NamedTuple):
 class Known:
     """A compiled kernel, and how it is called without Triton's front door."""
 
-    __slots__ = ("_call", "_constants", "_head", "_maps")
+    __slots__ = ("_call", "_compiled", "_constants", "_head", "_maps")
 
     def __init__(self, compiled: CompiledKernel, constants: dict[str, Any]) -> None:
-        run = compiled.run
+        self._compiled, run = compiled, compiled.run  # which unloads its function when it is freed
         function, metadata = compiled.function, compiled.packed_metadata
         hooks = (None, None, None)
         self._constants = list(constants.values())

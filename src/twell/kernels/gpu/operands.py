@@ -53,6 +53,7 @@ class Operands:
     def kind(self) -> tuple:
         """All but the number of tokens and the addresses: what decides which compiled kernels run."""
         return (
+            self.x.device,
             self.x.dtype,
             self.x.shape[1],
             self.down.shape,
@@ -96,10 +97,10 @@ def prepare(args: FfnArgs) -> Operands:
 
 
 def readable(tensor: Tensor | None) -> Tensor | None:
-    """Contiguous and 16-byte aligned, as TMA and vector loads need it."""
+    """Contiguous and 16-byte aligned, as TMA and vector loads need it; of values as they are stored."""
     if tensor is None:
         return None
-    tensor = tensor.contiguous()
+    tensor = tensor.resolve_neg().contiguous()
     if tensor.dim() == 2 and tensor.stride() != (tensor.shape[1], 1):
         # "Contiguous" lets a dimension of size 1 keep any stride; descriptors do not.
         tensor = tensor.as_strided(tensor.shape, (tensor.shape[1], 1))
@@ -109,6 +110,9 @@ def readable(tensor: Tensor | None) -> Tensor | None:
 def is_readable(tensor: Tensor | None) -> bool:
     """Whether `readable` gives the tensor itself."""
     return tensor is None or (tensor.is_contiguous() and readable(tensor).data_ptr() == tensor.data_ptr())
+
+
+STEADY = 7  # tensors of a call that rarely move: `Operands.weights`, and a workspace
 
 
 def is_neuron_major(down: Tensor) -> bool:

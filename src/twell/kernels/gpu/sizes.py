@@ -56,8 +56,15 @@ def whole_blocks(tokens: int) -> int:
     return tokens if tokens <= FEW_TOKENS else cdiv(tokens, DEFAULT_ROWS) * DEFAULT_ROWS
 
 
-def backward_rounds(tokens: int, neurons: int, rows: int, planes: int, itemsize: int) -> int:
-    """planes: values of every active neuron and token that the backward keeps, of `itemsize` bytes."""
+def planes_of(gated: bool) -> int:
+    """Values of every active neuron and token that the backward keeps: its hidden activation, the gradient of
+    its pre-activation, and that of its up value if there is one."""
+    return 3 if gated else 2
+
+
+def backward_rounds(tokens: int, neurons: int, rows: int, gated: bool, itemsize: int) -> int:
+    """How often the backward fills its pool, of values of `itemsize` bytes."""
+    planes = planes_of(gated)
     room = cdiv(tokens, rows) * rows * cdiv(neurons, 128) * 128 * planes * itemsize
     return 1 if room <= ONE_ROUND_BYTES else ROUNDS
 

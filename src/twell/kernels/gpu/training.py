@@ -20,7 +20,7 @@ from .forward import are_readable, check_block_rows, is_current, output_of, tape
 from .operands import Operands, prepare, readable
 from .sizes import DEFAULT_ROWS, list_sizes
 from .tape import Tape, stream_of
-from .workspace import workspace_on
+from .workspace import kept_workspace
 
 # The backward has room for a third of the neurons at once, in whole chunks; above, it takes rounds.
 _CROWDED = 0.3
@@ -99,7 +99,7 @@ class GpuStepRepeat:
             statistics = empty_statistics(self._neurons, self._sums, device)
             results = (*results, statistics.firing, statistics.sums)
         weights = self._weights(up, down, gate, up_bias, down_bias, gate_bias)
-        buffer = workspace_on(device, device.index, stream, self._space)
+        buffer = kept_workspace(device, device.index, stream, self._space)
         if not self._tape.play((*weights, buffer, x, *results), stream, self._played):
             return None
         saved = Saved(lists, counts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .numbers import cdiv
 
 _ALIGNMENT = 256
+_MOST_KEPT = 8  # by one thread
 KEPT_BYTES = 64 << 20  # smaller workspaces stay; larger ones go back to the allocator, for others to use
 
 Part = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
@@ -52,9 +53,10 @@ class Piece:
 
 
 def carve(device: torch.device, parts: tuple[Part, ...], cleared: bool = False) -> tuple[Tensor, list[Piece]]:
-    """A workspace for work on the current stream of `device`, and its parts; cleared: of zeros."""
+    """A workspace, and its parts; cleared: of zeros."""
     size, offsets = _places(parts)
-    buffer = zeros(device, size) if cleared else workspace(device, size)
+    make = torch.zeros if cleared else torch.empty
+    buffer = make(size, dtype=torch.uint8, device=device)
     address = buffer.data_ptr()
     pieces = [Piece(buffer, address, offset, *part) for offset, part in zip(offsets, parts, strict=True)]
     return buffer, pieces
@@ -79,17 +81,12 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def workspace(device: torch.device, size: int) -> Tensor:
-    """`size` bytes or more, uninitialised, for work on the current stream of `device`."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        # What is captured must own its workspace: a graph may be replayed on any stream.
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    index = device.index
-    return workspace_on(device, index, torch._C._cuda_getCurrentRawStream(index), size)
+def kept_workspace(device: torch.device, index: int | None, stream: int, size: int) -> Tensor:
+    """`size` bytes or more, for launches on `stream`, the current one of `device` number `index`.
 
-
-def workspace_on(device: torch.device, index: int | None, stream: int, size: int) -> Tensor:
-    """The same where it is known that nothing is captured; index: of the device; stream: the current one."""
+    Only for eager calls that repeat others: whoever captures, or gathers allocations for a graph, must find
+    all of them in its own pool, and launches in full.
+    """
     kept = _kept.buffers
     found = kept.get((index, stream))
     if found is not None and found[0] >= size:
@@ -97,6 +94,8 @@ def workspace_on(device: torch.device, index: int | None, stream: int, size: int
     with torch.inference_mode(False):
         buffer = torch.empty(size, dtype=torch.uint8, device=device)
     if size <= KEPT_BYTES:
+        if len(kept) >= _MOST_KEPT:
+            kept.clear()
         kept[index, stream] = size, buffer
     return buffer
 

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ...args import Existing, FfnArgs
-from ..operands import Operands, prepare, readable
+from ..operands import STEADY, Operands, prepare, readable
 from ..sizes import backward_rounds
 from ..tape import Tapes, recorded, stream_of, tape_of
-from ..workspace import workspace_on, zeros
+from ..workspace import kept_workspace, zeros
 from .crowded import crowded_counter
-from .stages import Active, BackwardStages, Gradients, keeps_rest, planes_of
+from .stages import Active, BackwardStages, Gradients, keeps_rest
 
 
 def gpu_backward(
@@ -72,9 +72,6 @@ def gpu_backward(
     )
 
 
-_STEADY = 7  # weights, and a workspace that is kept
-
-
 def _run(
     operands: Operands,
     active: Active,
@@ -87,13 +84,14 @@ def _run(
     """Fill `gradients`: as an earlier backward of this kind did it, or for the first time."""
     step = operands.kind, operands.tokens, active.rows, crowded
     tensors = (*operands.weights, operands.x)
-    if _replay(tapes, step, tensors, (active.lists, active.counts), grad_y, grad_l1, gradients):
+    saved = active.lists, active.counts
+    if _replay(tapes, step, tensors, saved, grad_y, grad_l1, gradients, kept=False):
         return
     stages = BackwardStages(operands, active, grad_y, grad_l1, gradients, crowded)
     given = (operands.x, grad_y, active.lists, active.counts, grad_l1, *gradients.tensors)
     buffers = stages.rest, stages.cleared, stages.crowded_counter
     tensors = (*operands.weights, stages.workspace, *given, *buffers)
-    with recorded(tapes, _kind(step, grad_l1, gradients), tensors, _STEADY, stages.sizes):
+    with recorded(tapes, _kind(step, grad_l1, gradients), tensors, STEADY, stages.sizes):
         stages.run()
 
 
@@ -126,7 +124,7 @@ def replay_backward(
         select_bias=new(select_bias, needed.gate_bias if gated else needed.up_bias),
         up_bias=new(up_bias, gated and needed.up_bias),
     )
-    if not _replay(tapes, step, tensors, saved, grad_y, grad_l1, gradients):
+    if not _replay(tapes, step, tensors, saved, grad_y, grad_l1, gradients, kept=True):
         return None
     return (
         gradients.x,
@@ -134,7 +132,7 @@ def replay_backward(
         gradients.down,
         gradients.select if gated else None,
         gradients.up_bias if gated else gradients.select_bias,
-        grad_y.flatten(0, -2).sum(0) if needed.down_bias else None,
+        grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if needed.down_bias else None,
         gradients.select_bias if gated else None,
     )
 
@@ -147,14 +145,16 @@ def _replay(
     grad_y: Tensor,
     grad_l1: Tensor | None,
     gradients: Gradients,
+    kept: bool,
 ) -> bool:
+    """kept: whether it may take a workspace that is kept."""
     *weights, x = tensors
     device = x.device
     tape = tape_of(tapes, _kind(step, grad_l1, gradients), device)
     if tape is None:
         return False
     (_, tokens, rows, crowded), itemsize = step, x.dtype.itemsize
-    rounds = backward_rounds(tokens, weights[0].shape[0], rows, planes_of(weights[1]), itemsize)
+    rounds = backward_rounds(tokens, weights[0].shape[0], rows, weights[1] is not None, itemsize)
     keeps = keeps_rest(x.dtype, gradients, crowded, rounds)
     space, cleared = tape.sizes
     buffers = (
@@ -164,7 +164,11 @@ def _replay(
     )
     given = (x, grad_y, *saved, grad_l1, *gradients.tensors)
     stream = stream_of(device)
-    return tape.play((*weights, workspace_on(device, device.index, stream, space), *given, *buffers), stream)
+    if kept:
+        buffer = kept_workspace(device, device.index, stream, space)
+    else:
+        buffer = torch.empty(space, dtype=torch.uint8, device=device)
+    return tape.play((*weights, buffer, *given, *buffers), stream)
 
 
 def _kind(step: tuple, grad_l1: Tensor | None, gradients: Gradients) -> tuple:

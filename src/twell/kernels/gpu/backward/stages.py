@@ -26,7 +26,7 @@ from torch import Tensor
 from ..launch import Source, Tiled, kind_number, launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
-from ..sizes import backward_rounds
+from ..sizes import backward_rounds, planes_of
 from ..target import Target, target_of
 from ..workspace import Part, buffer_sizes, carve
 from .crowded import crowded_counter
@@ -80,11 +80,6 @@ class Gradients:
         return self.x, self.select, self.up, self.down, self.select_bias, self.up_bias
 
 
-def planes_of(up: Tensor | None) -> int:
-    """Of the pool: hidden activations, gradients of pre-activations, and of up values if there are any."""
-    return 2 if up is None else 3
-
-
 def keeps_rest(dtype: torch.dtype, gradients: Gradients, crowded: bool | None, rounds: int) -> bool:
     """Whether what rounding takes from grad_x is added in the next round."""
     return gradients.x is not None and dtype != torch.float32 and crowded is not False and rounds > 1
@@ -110,7 +105,7 @@ class BackwardStages:
             operands.tokens,
             operands.neurons,
             active.rows,
-            planes_of(operands.up),
+            operands.up is not None,
             element_bytes(operands.x.dtype),
         )
         self.crowded = bool(crowded) and self.rounds > 1
@@ -148,7 +143,7 @@ class BackwardStages:
 
     @property
     def planes(self) -> int:
-        return planes_of(self.operands.up)
+        return planes_of(self.gated)
 
     @property
     def _tiled(self) -> Callable[[Source, list[int]], Tiled]:
