@@ -14,7 +14,8 @@ Outputs are compared with dense in the same run. Run it on an idle GPU:
 
     python benchmarks/defaults.py [--only SECTION ...] [--quick] [--commit HASH] [--out FILE]
 
-To see whether the script itself works, without a GPU and with small shapes: --device cpu --tiny --out FILE
+With --device cpu: host and forward of a small block (D 64, H 256, float32), in a file of their own. To see
+whether the script itself works, without a GPU and with small shapes: --device cpu --tiny --out FILE
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from twell import Plan, SparseMLP, reference
 from twell.measure import Record, Timing, compare, make_record
 
 RESULTS = Path(__file__).parent / "results" / "defaults.jsonl"
+CPU_RESULTS = RESULTS.with_name("defaults_cpu.jsonl")
 MODULES = "nn.Linear modules, eager"
 STOCK = "stock Llama, eager"
 WARM = 3  # samples that do not count
@@ -62,6 +64,16 @@ class Setting:
     compiler: str = "inductor"
 
 
+CPU = Setting(
+    hidden=64,
+    neurons=256,
+    dtype=torch.float32,
+    device="cpu",
+    few=(1, 8),
+    middle=(64,),
+    unseen=64,
+    nnz=(24, 256),
+)
 TINY = Setting(
     hidden=64,
     neurons=128,
@@ -445,15 +457,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU")
     parser.add_argument("--commit", help="to stamp records with where git is not available")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    bench = Bench(TINY if options.tiny else Setting(device=options.device), options.quick)
+    on_cpu = options.device == "cpu"
+    setting = TINY if options.tiny else CPU if on_cpu else Setting()
+    only = options.only or (["host", "forward"] if setting is CPU else list(SECTIONS))
+    bench = Bench(setting, options.quick)
     torch.manual_seed(0)
     for name, section in SECTIONS.items():
-        if not options.only or name in options.only:
+        if name in only:
             section(bench)
             # After every section: an interrupted run keeps what it has.
-            save(bench.records, options.out, options.commit)
+            save(bench.records, options.out or (CPU_RESULTS if on_cpu else RESULTS), options.commit)
 
 
 if __name__ == "__main__":

@@ -254,7 +254,7 @@ def kernels(bench: Bench) -> None:
         up, down, gate = layer(HIDDEN, NEURONS, nnz)
         stages = stages_of(x, up, down, gate)
         stages.select(x), stages.list(count), stages.up(x), stages.down(y)
-        union = stages.workspace.counts.float().mean().item()
+        union = stages.workspace.counts.tensor().float().mean().item()
         timings = compare(
             {
                 "matmul": lambda g=gate: x @ g.mT,
@@ -301,11 +301,11 @@ def traces(bench: Bench, directory: Path) -> None:
         workspace, rows = stages.workspace, stages.tiles.rows
         fired = trace.mask().cuda().view(-1, rows, NEURONS)
         activations = torch.where(fired, torch.rand(fired.shape, device="cuda"), 0.0).bfloat16()
-        workspace.values.copy_(activations.transpose(1, 2))
-        workspace.active.copy_(fired.any(1))
+        workspace.values.tensor().copy_(activations.transpose(1, 2))
+        workspace.active.tensor().copy_(fired.any(1))
 
         def finish(s: BlockStages = stages, x: Tensor = x, y: Tensor = y) -> None:
-            s.workspace.counter.zero_()
+            s.workspace.counter.tensor().zero_()
             s.list(x.shape[0])
             s.up(x)
             s.down(y)
@@ -323,7 +323,7 @@ def traces(bench: Bench, directory: Path) -> None:
             baseline="one warp per token at 9 TB/s of L2 traffic",
             baseline_timing=bound,
             shape=shape_of(count, HIDDEN, NEURONS),
-            sparsity={"nnz": nnz, "union": workspace.counts.float().mean().item()},
+            sparsity={"nnz": nnz, "union": workspace.counts.tensor().float().mean().item()},
             error=reference.relative_error(y[part], exact),
         )
         show(record)

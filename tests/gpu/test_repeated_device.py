@@ -217,7 +217,7 @@ def test_a_profiler_hears_of_repeated_launches():
 
 @pytest.mark.usefixtures("no_grad")
 @pytest.mark.parametrize("nnz", [24, NEURONS])
-@pytest.mark.parametrize("count", [1, 2000])
+@pytest.mark.parametrize("count", [1, 4000])
 def test_an_automatic_plan_reads_on_the_way(nnz, count):
     """Whichever way it runs, a call finds the layer as active as it is."""
     module = module_of(nnz, plan=None)
