@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, recorded_paths, training_states
+from twell import (
+    Plan,
+    SparseMLP,
+    accumulate_in_place,
+    crowded_steps,
+    ffn,
+    ffn_with_stats,
+    recorded_paths,
+    training_states,
+)
 from twell.activations import Activation
 from twell.kernels.gpu import sizes
 
@@ -118,13 +127,18 @@ def test_other_numbers_of_outputs(outputs, gated, rows):
         assert_accurate((tokens_of(1000, 256), up, down, gate), plan=plan)
 
 
-def test_rounds_that_are_expected(monkeypatch):
+def test_a_crowd_that_is_expected_goes_one_round(monkeypatch):
     monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 0)
     expect_a_crowd(monkeypatch)
     up, down, gate = weights(512, 2048)
+    before = crowded_steps()
     for nnz in (24, 900, 2048):
         fire(gate, nnz)
         assert_accurate((tokens_of(3000, 512), up, down, gate))
+    up, down, gate = weights(256, 5632)
+    fire(gate, 3000)
+    assert_accurate((tokens_of(65536, 256), up, down, gate))  # the largest room: 2.2 GB
+    assert crowded_steps() == before
 
 
 @pytest.mark.parametrize("needed", range(4), ids=["x", "up", "down", "gate"])

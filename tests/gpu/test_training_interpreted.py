@@ -123,9 +123,11 @@ def test_other_numbers_of_outputs(interpreted, outputs):
     check(block(20, outputs=outputs, bias=True), "relu", interpreted)
 
 
-def test_rounds_that_are_expected(interpreted, monkeypatch):
+def test_a_crowd_that_is_expected_goes_one_round(interpreted, monkeypatch):
     expect_a_crowd(monkeypatch)
+    before = crowded_steps()
     check(block(40, nnz=60), "relu", interpreted)
+    assert crowded_steps() == before
 
 
 def test_several_slabs(interpreted, monkeypatch):

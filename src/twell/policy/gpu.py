@@ -11,7 +11,6 @@ from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (
     DEFAULT_ROWS,
     FEW_TOKENS,
-    backward_rounds,
     out_of_reach,
     out_of_reach_of_training,
     whole_blocks,
@@ -30,11 +29,9 @@ TRANSPOSE_OPERATIONS = 5e11
 TRAINING_OPERATIONS = 7e10
 
 # Shares of active neurons (of the union of a block) up to which training begins to run sparse, and up to
-# which it goes on so. On an H200 at D 2048, H 5632, time on the device: where the backward has room for all
-# neurons 1.02x to 1.34x at 0.49 (1,024 to 4,096 tokens), 0.85x to 1.12x at 0.63; else 2.0x at 0.28 and 0.9x
-# at 0.49 unless it expects so many, as it does with 16,384 tokens: 1.33x at 0.49, 0.8x with all active.
-_ONE_ROUND, _ROUNDS, _MANY = (0.5, 0.55), (0.3, 0.33), (0.6, 0.65)
-_MANY_OPERATIONS = 1.1e12
+# which it goes on so. On an H200 at D 2048, H 5632, time on the device, 1,024 to 4,096 tokens: 1.02x to 1.34x
+# at 0.49, 0.85x to 1.12x at 0.63.
+_ENTER, _LEAVE = 0.5, 0.55
 
 # Calls between readings of a layer, in the long run: one that is read takes the host as long as a few others.
 LOOK_AGAIN = 256
@@ -98,22 +95,13 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     due = not capturing and reading.is_due()
     neurons, features = args.selector.shape
     name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
-    enter, leave = _enter_and_leave(args, block_rows)
-    sparse = reading.trains_sparse(enter, leave, name)
-    reason = _READ if due else _known(reading.share, leave if sparse else enter)
+    sparse = reading.trains_sparse(_ENTER, _LEAVE, name)
+    reason = _READ if due else _known(reading.share, _LEAVE if sparse else _ENTER)
     ahead = 0 if capturing else reading.calls_ahead
     if due or sparse:
         block = Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)
         return block._replace(ahead=ahead if sparse else 0)
     return dense._replace(reason=reason, reading=reading, ahead=ahead)
-
-
-def _enter_and_leave(args: FfnArgs, block_rows: int) -> tuple[float, float]:
-    """Shares of active neurons at which training switches."""
-    rows, itemsize = block_rows or DEFAULT_ROWS, args.x.dtype.itemsize
-    if backward_rounds(args.x.shape[0], args.up.shape[0], rows, args.gate is not None, itemsize) == 1:
-        return _ONE_ROUND
-    return _MANY if operations(args) >= _MANY_OPERATIONS else _ROUNDS
 
 
 def row_or_block(args: FfnArgs, decision: Decision, training: bool, record: bool) -> Decision:

@@ -9,7 +9,9 @@ DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list
 FEW_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
 ROUNDS = 3  # of the backward of many tokens, each with room for that part of the neurons
-ONE_ROUND_BYTES = 288 << 20  # up to here (8,192 tokens of 5,632 neurons) the backward has room for all
+# Up to so many bytes the backward has room for all neurons, and goes one round: 8,192 tokens of 5,632
+# neurons; 65,536 where so many are expected to be active that it would take rounds else.
+ONE_ROUND_BYTES, CROWDED_BYTES = 288 << 20, 3 << 30
 _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 
@@ -62,11 +64,16 @@ def planes_of(gated: bool) -> int:
     return 3 if gated else 2
 
 
-def backward_rounds(tokens: int, neurons: int, rows: int, gated: bool, itemsize: int) -> int:
-    """How often the backward fills its pool, of values of `itemsize` bytes."""
+def backward_rounds(
+    tokens: int, neurons: int, rows: int, gated: bool, itemsize: int, crowded: bool | None
+) -> int:
+    """How often the backward fills its pool, of values of `itemsize` bytes.
+
+    crowded: whether more than a third of the neurons is expected to be active.
+    """
     planes = planes_of(gated)
     room = cdiv(tokens, rows) * rows * cdiv(neurons, 128) * 128 * planes * itemsize
-    return 1 if room <= ONE_ROUND_BYTES else ROUNDS
+    return 1 if room <= (CROWDED_BYTES if crowded else ONE_ROUND_BYTES) else ROUNDS
 
 
 def list_sizes(tokens: int, neurons: int, rows: int) -> tuple[int, int]:

@@ -20,6 +20,8 @@ from .launch import STREAM, Known, Maker, Tiled, Tokens, is_watched, recording
 from .workspace import Piece
 
 _MOST = 256  # tapes of one layer
+_MOST_NUMBERS = 4096
+_numbers: dict[int, int] = {}
 
 
 class _Place(NamedTuple):
@@ -91,6 +93,10 @@ class Tape:
             return
         self._known.append(known)
         launch = known.prepare(grid, arguments)
+        if len(_numbers) >= _MOST_NUMBERS:
+            _numbers.clear()
+        # Numbers that tapes of many layers have in common are one object: fewer to fetch from memory.
+        launch.values[:] = [_numbers.setdefault(v, v) if type(v) is int else v for v in launch.values]
         pointers = [(place, *self._place(source)) for place, source in launch.pointers]
         maps = [(place, *self._place(source), *rest) for place, source, *rest in launch.maps]
         self._recorded.append(_Launch(launch.call, launch.values, pointers, maps, launch.tokens))

@@ -154,7 +154,8 @@ def _replay(
     if tape is None:
         return False
     (_, tokens, rows, crowded), itemsize = step, x.dtype.itemsize
-    rounds = backward_rounds(tokens, weights[0].shape[0], rows, weights[1] is not None, itemsize)
+    gated = weights[1] is not None
+    rounds = backward_rounds(tokens, weights[0].shape[0], rows, gated, itemsize, crowded)
     keeps = keeps_rest(x.dtype, gradients, crowded, rounds)
     space, cleared = tape.sizes
     buffers = (

@@ -8,11 +8,11 @@
     frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
     rare_weights      of the others: token by token
 
-With few tokens the pool has room for all neurons in all blocks, and there is one round. Else it has room for
-a third of them. Whatever is listed goes into round 0 if it is less than that; else three rounds take a third
-of the neurons each. Which it is is decided on the device: all rounds are always launched, and later ones
-usually find nothing to do. Unless they are expected to, they take all their neurons for frequent, which needs
-fewer launches.
+With few tokens, or where more than a third of the neurons is expected to be active, the pool has room for all
+neurons in all blocks, and there is one round. Else it has room for a third of them. Whatever is listed goes
+into round 0 if it is less than that; else three rounds take a third of the neurons each. Which it is is
+decided on the device: all rounds are always launched, and later ones usually find nothing to do. They take
+all their neurons for frequent, which needs fewer launches.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class BackwardStages:
         gradients: Gradients,
         crowded: bool | None = None,
     ) -> None:
-        """crowded: whether more is expected to be active than the pool holds; None: nobody knows.
+        """crowded: whether more than a third of the neurons is expected to be active; None: nobody knows.
 
         Where it is not expected and happens all the same, grad_x is rounded once per round.
         """
@@ -107,8 +107,8 @@ class BackwardStages:
             active.rows,
             operands.up is not None,
             element_bytes(operands.x.dtype),
+            crowded,
         )
-        self.crowded = bool(crowded) and self.rounds > 1
         self.crowded_counter = crowded_counter(operands.x.device)
         keeps = keeps_rest(operands.x.dtype, gradients, crowded, self.rounds)
         self.rest = torch.empty_like(gradients.x) if keeps else None
@@ -162,7 +162,7 @@ class BackwardStages:
         self.plan()
         for turn in range(self.rounds):
             self.enter(turn)
-            sorted_out = bool(self.wanted) and (turn == 0 or self.crowded)
+            sorted_out = bool(self.wanted) and turn == 0
             self.products()
             if sorted_out:
                 self.order()
