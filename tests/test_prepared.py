@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import twell
-from twell import Backend, Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state
+from twell import Backend, Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state, prepared
 from twell.kernels.args import Decision
 from twell.kernels.dense import dense_forward
 from twell.layer_state import layer_of
@@ -41,6 +41,13 @@ class Asked:
 def asked(monkeypatch):
     monkeypatch.setattr(functional, "decide", asked := Asked())
     return asked
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["guards", "no-guards"])
+def _with_and_without_guards(request, monkeypatch):
+    """Operands are checked by what guards compiled graphs, or one by one where torch has no such thing."""
+    if not request.param:
+        monkeypatch.setattr(prepared, "_compiled_check", lambda *given: None)
 
 
 @pytest.fixture(autouse=True)

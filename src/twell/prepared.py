@@ -46,14 +46,18 @@ def call_mode(record: bool) -> int:
 
 class _Kinds:
     """Checks that operands are of the kinds of those that were decided about: None, or of one type, dtype,
-    device, shape and strides, with or without gradients."""
+    device, shape and strides, with or without gradients.
 
-    __slots__ = ("_check", "_kinds", "_types")
+    any_strides: whether the first may have other strides.
+    """
 
-    def __init__(self, tensors: Tensors) -> None:
-        self._types = [type(t) for t in tensors]
+    __slots__ = ("_any_strides", "_check", "_kinds", "_types")
+
+    def __init__(self, tensors: Tensors, any_strides: bool = False) -> None:
+        self._types, self._any_strides = [type(t) for t in tensors], any_strides
         self._kinds = self._of(tensors)
-        self._check = _compiled_check([t for t in tensors if t is not None])
+        free = "strides" if any_strides else "nothing"
+        self._check = _compiled_check([t for t in tensors if t is not None], free)
 
     def hold(self, tensors: Tensors) -> bool:
         if [type(t) for t in tensors] != self._types:
@@ -62,27 +66,30 @@ class _Kinds:
             return self._check(*[t for t in tensors if t is not None])
         return self._of(tensors) == self._kinds
 
-    @staticmethod
-    def _of(tensors: Tensors) -> list:
-        return [
-            None
-            if t is None
-            else (type(t), t.dtype, t.device, t.shape, t.layout is _STRIDED and t.stride(), t.requires_grad)
-            for t in tensors
-        ]
+    def _of(self, tensors: Tensors) -> list:
+        kinds = [None if t is None else _kind(t) for t in tensors]
+        if self._any_strides:
+            kinds[0] = *kinds[0][:-1], tensors[0].layout
+        return kinds
 
 
-def _compiled_check(tensors: list[Tensor], leading: bool = False) -> Callable[..., bool] | None:
+def _kind(t: Tensor) -> tuple:
+    strides = t.layout is _STRIDED and t.stride()
+    return type(t), t.dtype, t.device, t.shape, t.requires_grad, t.is_neg(), strides
+
+
+def _compiled_check(tensors: list[Tensor], free: str) -> Callable[..., bool] | None:
     """The same in C: what guards the graphs of torch.compile. It takes a tenth of the time, and looks at
     dispatch keys, too, so at autocast and transforms. None where this version of torch has no such thing.
 
-    leading: whether the first may have other leading sizes, and any strides.
+    free: what the first may have of its own: "nothing", "strides", or "leading" sizes as well.
     """
     try:
         shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-        if leading:
-            shapes[0][:-1] = [None] * (len(shapes[0]) - 1)
+        if free != "nothing":
             strides[0] = [None] * len(strides[0])
+        if free == "leading":
+            shapes[0][:-1] = [None] * (len(shapes[0]) - 1)
         guards = torch._C._dynamo.guards.TensorGuards
         check = guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
         return check if check(*tensors) else None
@@ -111,14 +118,11 @@ class Prepared:
         "_spec",
         "_threads",
         "_training",
-        "_weights",
-        "_x",
     )
 
     def __init__(
         self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
     ) -> None:
-        self._x, self._weights = self._kind_of(tensors[0]), _Kinds(tensors[1:])
         self._device_type = tensors[0].device.type
         self._activation, self._spec, self._plan = activation, activation.spec, plan
         self._calls = self._left = decision.ahead
@@ -167,8 +171,7 @@ class Prepared:
             and _override() == self._override
             and torch.get_num_threads() == self._threads
             and registry_version() == self._registry
-            and self._kind_of(tensors[0]) == self._x
-            and self._weights.hold(tensors[1:])
+            and self._are_of_their_kinds(tensors)
             and self._gradients_as_before(tensors)
             and torch._C._len_torch_dispatch_stack() == 0
             and not torch.is_autocast_enabled(self._device_type)
@@ -181,21 +184,21 @@ class Prepared:
             return not self._training
         return is_trained(tensors) == self._training and wants_the_same_again() == self._hooked
 
-    @staticmethod
-    def _kind_of(x: Tensor) -> tuple:
-        """What makes a call as valid as the one that was checked."""
-        return type(x), x.shape, x.dtype, x.device, x.layout
+    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
+        """Whether the call is as valid as the one that was checked."""
+        raise NotImplementedError
 
 
 class PreparedDense(Prepared):
     """Calls that run dense, as PyTorch computes them."""
 
-    __slots__ = ("_products", "_tuned")
+    __slots__ = ("_operands", "_products", "_tuned")
 
     def __init__(
         self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
     ) -> None:
         super().__init__(tensors, activation, plan, decision)
+        self._operands = _Kinds(tensors, any_strides=True)
         self._tuned = is_automatic(plan)
         # None where more than values may matter.
         args = FfnArgs(*tensors, activation)
@@ -212,6 +215,9 @@ class PreparedDense(Prepared):
         y = dense_forward(args, False, self._tuned, self._reason).y
         return FfnOutput(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
 
+    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
+        return self._operands.hold(tensors)
+
     def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
         """The block from as few operations as it takes; nobody differentiates it or looks."""
         note_path("dense", x, up.shape[0], reason=self._reason)
@@ -227,7 +233,7 @@ class PreparedDense(Prepared):
 class PreparedSparse(Prepared):
     """Calls that launch what was launched before, for any number of tokens in the same `bucket`."""
 
-    __slots__ = ("_check", "_repeat")
+    __slots__ = ("_check", "_repeat", "_weights", "_x")
 
     def __init__(
         self,
@@ -238,10 +244,10 @@ class PreparedSparse(Prepared):
         repeat: Repeat,
     ) -> None:
         super().__init__(tensors, activation, plan, decision)
-        self._repeat = repeat
+        self._x, self._weights, self._repeat = self._kind_of(tensors[0]), _Kinds(tensors[1:]), repeat
         # Of gated blocks without biases, for calls with as many dimensions.
         there = [t is not None for t in tensors]
-        self._check = _compiled_check(list(tensors[:4]), leading=True) if there == _GATED else None
+        self._check = _compiled_check(list(tensors[:4]), "leading") if there == _GATED else None
 
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
@@ -279,6 +285,9 @@ class PreparedSparse(Prepared):
         if listens():
             note_path(self._repeat.path, x, up.shape[0], reason=self._reason)
         return FfnOutput(y)
+
+    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
+        return self._kind_of(tensors[0]) == self._x and self._weights.hold(tensors[1:])
 
     @staticmethod
     def _kind_of(x: Tensor) -> tuple:
@@ -320,9 +329,8 @@ class PreparedStep(Prepared):
         holds = self._operands.hold
         return repeat_training_step(self._repeat, holds, decision, self._activation, self._record, *tensors)
 
-    @staticmethod
-    def _kind_of(x: Tensor) -> tuple:
-        return *PreparedSparse._kind_of(x), x.shape
+    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
+        return self._operands.hold(tensors)
 
 
 def is_trained(tensors: Tensors) -> bool:

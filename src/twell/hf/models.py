@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import islice
 from typing import Any, Self
 
 import torch
@@ -126,7 +127,8 @@ class _SparseCausalLM(_SparsePreTrained):
         if use_cache is None and self.training and labels is not None:
             use_cache = False  # nobody reads it, and compiled layers would be guarded on it one by one
         record = self.training or labels is not None or record_sparsity
-        mlps = [layer.mlp for layer in self.model.layers[: self.config.num_hidden_layers]]
+        # Not a slice of them, which is a module list of its own: it takes as long as few tokens take a layer.
+        mlps = [layer.mlp for layer in islice(self.model.layers, self.config.num_hidden_layers)]
         for mlp in mlps:
             # Stays on until the next call: a checkpointed backward runs the block again, as it ran before.
             if mlp.record != record:
