@@ -46,11 +46,12 @@ def other_tokens(x, count):
     return x
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("bias", [True, False], ids=["biased", "unbiased"])
-@pytest.mark.parametrize(("rows", "first"), [(0, 18), (16, 18)], ids=["few", "block"])
-def test_other_tokens_and_weights_that_have_moved(interpreted, only_repeated, gated, bias, rows, first):
-    plan = Plan(path="block", block_rows=rows, backend=interpreted)
+@pytest.mark.parametrize(
+    ("gated", "bias", "rows"),
+    [(True, True, 0), (True, False, 16), (False, True, 16), (False, False, 0)],
+)
+def test_other_tokens_and_weights_that_have_moved(interpreted, only_repeated, gated, bias, rows):
+    plan, first = Plan(path="block", block_rows=rows, backend=interpreted), 18
     (x, up, down, gate), biases = operands_of(first, dtype=torch.float32, gated=gated, bias=bias)
     down = down.mT.contiguous().mT
     check(x, up, down, gate, plan=plan, **biases)
@@ -75,10 +76,10 @@ def test_other_tokens_and_weights_that_have_moved(interpreted, only_repeated, ga
     ("rows", "first", "others"),
     [
         (0, 1, [1]),
-        (0, 7, [5, 6, 8]),
-        (0, 33, [34, 40, 48]),
+        (0, 7, [5, 8]),
+        (0, 33, [48]),
         (0, 64, [49, 63]),
-        (0, 70, [65, 127, 128]),
+        (0, 70, [65, 128]),
         (128, 130, [256]),
     ],
 )
