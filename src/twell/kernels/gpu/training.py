@@ -125,7 +125,6 @@ class GpuStepRepeat:
             grad_y,
             grad_l1,
             needed,
-            self._gated,
         )
 
     def _weights(

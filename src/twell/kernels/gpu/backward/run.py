@@ -39,37 +39,49 @@ def gpu_backward(
             return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into, tapes)
     operands = prepare(args)
     gated = args.gate is not None
+    tensors = (*operands.weights, operands.x)
+    gradients = _allocated(
+        tensors, needed if into is None else needed._replace(up=False, down=False, gate=False)
+    )
+    if into is not None:
+        gradients.add = True
+        gradients.select, gradients.up = (into.gate, into.up) if gated else (into.up, None)
+        gradients.down = None if into.down is None else into.down.mT
+    grad_y = readable(grad_y)
+    _run(operands, active, grad_y, grad_l1, gradients, crowded, tapes)
+    if into is not None:
+        gradients.select = gradients.up = gradients.down = None
+    down = None if gradients.down is None else gradients.down.mT
+    return _in_order(gradients, down, grad_y if needed.down_bias else None, gated)
+
+
+def _allocated(tensors: tuple[Tensor | None, ...], needed: FfnArgs) -> Gradients:
+    """tensors: weights as the kernels read them, and x."""
+    select, up, down, select_bias, up_bias, _, x = tensors
+    gated = up is not None
 
     def new(like: Tensor | None, wanted: bool) -> Tensor | None:
         return torch.empty_like(like) if wanted else None
 
-    if into is None:
-        gate = new(operands.select, gated and needed.gate)
-        up = new(operands.up if gated else operands.select, needed.up)
-        down = new(operands.down, needed.down)
-    else:
-        up, gate = into.up, into.gate
-        down = None if into.down is None else into.down.mT
-    gradients = Gradients(
-        x=new(operands.x, needed.x),
-        select=gate if gated else up,
-        up=up if gated else None,
-        down=down,
-        select_bias=new(operands.select_bias, needed.gate_bias if gated else needed.up_bias),
-        up_bias=new(operands.up_bias, gated and needed.up_bias),
-        add=into is not None,
+    return Gradients(
+        x=new(x, needed.x),
+        select=new(select, needed.gate if gated else needed.up),
+        up=new(up, gated and needed.up),
+        down=new(down, needed.down),
+        select_bias=new(select_bias, needed.gate_bias if gated else needed.up_bias),
+        up_bias=new(up_bias, gated and needed.up_bias),
     )
-    grad_y = readable(grad_y)
-    _run(operands, active, grad_y, grad_l1, gradients, crowded, tapes)
-    return (
-        gradients.x,
-        None if gradients.add else up,
-        None if gradients.add or down is None else down.mT,
-        None if gradients.add else gate,
-        gradients.up_bias if gated else gradients.select_bias,
-        grad_y.sum(0) if needed.down_bias else None,
-        gradients.select_bias if gated else None,
-    )
+
+
+def _in_order(
+    gradients: Gradients, down: Tensor | None, summed: Tensor | None, gated: bool
+) -> tuple[Tensor | None, ...]:
+    """As callers want them. down: that of `down`, [E, H]; summed: grad_y if `down_bias` has one."""
+    selects = gradients.select, gradients.select_bias
+    ups = (gradients.up, gradients.up_bias) if gated else selects
+    gate, gate_bias = selects if gated else (None, None)
+    down_bias = None if summed is None else summed.reshape(-1, summed.shape[-1]).sum(0)
+    return gradients.x, ups[0], down, gate, ups[1], down_bias, gate_bias
 
 
 def _run(
@@ -103,7 +115,6 @@ def replay_backward(
     grad_y: Tensor,
     grad_l1: Tensor | None,
     needed: FfnArgs,
-    gated: bool,
 ) -> tuple[Tensor | None, ...] | None:
     """`gpu_backward` as an earlier one did it, or None.
 
@@ -111,30 +122,10 @@ def replay_backward(
     tensors:  weights as the kernels read them (down neuron-major), and x [..., D], contiguous.
     saved:    lists and counts.
     """
-    select, up, down, select_bias, up_bias, _, x = tensors
-
-    def new(like: Tensor | None, wanted: bool) -> Tensor | None:
-        return torch.empty_like(like) if wanted else None
-
-    gradients = Gradients(
-        x=new(x, needed.x),
-        select=new(select, needed.gate if gated else needed.up),
-        up=new(up, gated and needed.up),
-        down=new(down, needed.down),
-        select_bias=new(select_bias, needed.gate_bias if gated else needed.up_bias),
-        up_bias=new(up_bias, gated and needed.up_bias),
-    )
+    gradients = _allocated(tensors, needed)
     if not _replay(tapes, step, tensors, saved, grad_y, grad_l1, gradients, kept=True):
         return None
-    return (
-        gradients.x,
-        gradients.up if gated else gradients.select,
-        gradients.down,
-        gradients.select if gated else None,
-        gradients.up_bias if gated else gradients.select_bias,
-        grad_y.reshape(-1, grad_y.shape[-1]).sum(0) if needed.down_bias else None,
-        gradients.select_bias if gated else None,
-    )
+    return _in_order(gradients, gradients.down, grad_y if needed.down_bias else None, tensors[1] is not None)
 
 
 def _replay(
