@@ -79,7 +79,7 @@ def _kind(t: Tensor) -> tuple:
 
 
 def _compiled_check(tensors: list[Tensor], free: str) -> Callable[..., bool] | None:
-    """The same in C: what guards the graphs of torch.compile. It takes a tenth of the time, and looks at
+    """The same in C: what guards the graphs of torch.compile. It takes a quarter of the time, and looks at
     dispatch keys, too, so at autocast and transforms. None where this version of torch has no such thing.
 
     free: what the first may have of its own: "nothing", "strides", or "leading" sizes as well.

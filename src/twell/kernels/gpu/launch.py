@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -216,7 +217,8 @@ class Known:
         return make
 
 
-class _Address(NamedTuple):
+@dataclass(slots=True)
+class _Address:
     address: int
     dtype: torch.dtype
 
@@ -224,8 +226,10 @@ class _Address(NamedTuple):
         return self.address
 
 
-class _Described(NamedTuple):
-    """A tensor descriptor as compiled kernels read it; Triton's own check what was checked before."""
+@dataclass(slots=True)
+class _Described:
+    """A tensor descriptor as Triton's launchers read it; its own check again what was checked before. (Not a
+    tuple: launchers take those for several arguments.)"""
 
     base: _Address
     shape: list[int]

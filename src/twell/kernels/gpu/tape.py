@@ -79,7 +79,7 @@ class Tape:
         self._recorded: list[Any] = []
         self._known: list[Known] = []  # what is launched must stay loaded
         self._interpreted = False
-        self._bound: tuple[list[int], list[_Launch]] = ([], [])
+        self._bound: tuple[list[int] | None, list[_Launch]] = (None, [])
 
     def add(
         self, known: Known | None, kernel: Any, grid: tuple[int, ...], arguments: Sequence, constants: dict
