@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -31,7 +32,16 @@ class TestReadings:
 
     def test_the_interval_is_the_callers(self):
         reading = Reading()
-        assert [call for call in range(1, 40) if reading.is_due(10)] == [1, 2, 4, 8, 10, 20, 30]
+        assert [call for call in range(1, 40) if reading.is_due(10)] == [1, 2, 4, 8, 16, 26, 36]
+
+    def test_layers_of_a_model_are_read_in_different_calls(self):
+        layers = [LayerState() for _ in range(24)]
+        readings = [layer.reading(torch.empty(8, 8), 1, training=False) for layer in layers]
+        due = Counter(
+            call for reading in readings for call in range(1, 2000) if reading.is_due(256) and call > 64
+        )
+        assert max(due.values()) <= 4
+        assert len(due) > 24 * 6 / 2
 
     def test_used_once_it_has_arrived(self):
         reading = Reading()

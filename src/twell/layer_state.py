@@ -32,14 +32,28 @@ class Reading:
     the kernels that wrote them; a later call picks them up if they have arrived. A reading is due after 1, 2,
     4, ... calls, then at a fixed interval.
 
+    pace:      stretches the calls between readings. Each layer has its own, else all layers of a model would
+               be read in the same step, and that step would be slow.
     ran:       whether the layer has run sparse before: only then are its kernels loaded, as a capture needs.
     sparse:    whether training steps run on the active set.
     switches:  how often that has changed.
     """
 
-    __slots__ = ("_arriving", "_calls", "_host", "_next", "_share", "_slots", "ran", "sparse", "switches")
+    __slots__ = (
+        "_arriving",
+        "_calls",
+        "_host",
+        "_next",
+        "_pace",
+        "_share",
+        "_slots",
+        "ran",
+        "sparse",
+        "switches",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, pace: float = 1.0) -> None:
+        self._pace = pace
         self._share: float | None = None
         # Counts on the host, and their sum if all were active; `_arriving` shows them until they are there.
         self._host: Tensor | None = None
@@ -77,7 +91,7 @@ class Reading:
         self._calls += 1
         if self._calls < self._next:
             return False
-        self._next = min(2 * self._calls, (self._calls // interval + 1) * interval)
+        self._next = self._calls + max(round(min(self._calls, interval) * self._pace), 1)
         _ = self.share  # a reading that has arrived makes room for the next
         return self._arriving is None
 
@@ -169,7 +183,7 @@ class LayerState:
         found = self._readings.get(kind)
         if found is None:
             self.size = tuple(weight.shape)
-            found = self._readings[kind] = Reading()
+            found = self._readings[kind] = Reading(pace=0.75 + 0.5 * (next(_paces) * _GOLDEN % 1))
         return found
 
     def readings(self) -> dict[Kind, Reading]:
@@ -199,6 +213,8 @@ class LayerState:
 
 
 _serial = itertools.count()
+_paces = itertools.count()
+_GOLDEN = (5**0.5 - 1) / 2  # its multiples, without their whole parts, lie as far apart as can be
 _alive: weakref.WeakValueDictionary[int, LayerState] = weakref.WeakValueDictionary()
 
 # Storage -> entries by place. A storage is one object for all tensors that share it: views and aliases that

@@ -78,6 +78,7 @@ class _SparseCausalLM(_SparsePreTrained):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.l1_weight = config.sparsity_l1_coeff
         self._masks_to_look_at = _FIRST_MASKS
+        self._recording = False  # whether the last forward recorded statistics
         self.post_init()
 
     @property
@@ -127,12 +128,13 @@ class _SparseCausalLM(_SparsePreTrained):
         if use_cache is None and self.training and labels is not None:
             use_cache = False  # nobody reads it, and compiled layers would be guarded on it one by one
         record = self.training or labels is not None or record_sparsity
-        # Not a slice of them, which is a module list of its own: it takes as long as few tokens take a layer.
-        mlps = [layer.mlp for layer in islice(self.model.layers, self.config.num_hidden_layers)]
+        # Looking at every block takes as long as one token takes a layer: generation does not.
+        mlps = self._mlps() if record or self._recording else []
         for mlp in mlps:
             # Stays on until the next call: a checkpointed backward runs the block again, as it ran before.
             if mlp.record != record:
                 mlp.record = record
+        self._recording = record
         if num_items_in_batch is not None:
             kwargs["num_items_in_batch"] = num_items_in_batch
         stock = super().forward(
@@ -173,6 +175,9 @@ class _SparseCausalLM(_SparsePreTrained):
                 weight = weight * _share_of(shifted, num_items_in_batch, kwargs).to(output.l1_loss)
             output.loss = stock.loss + weight * output.l1_loss
         return output
+
+    def _mlps(self) -> list[SparseMLP]:
+        return [layer.mlp for layer in islice(self.model.layers, self.config.num_hidden_layers)]
 
     def _warn_of_padding(self, attention_mask: Any) -> None:
         """Look for padding in the first masks that can be read; reading one on a GPU waits for it."""
