@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from twell.kernels.gpu.backward import hidden, inputs, neurons, products, rounds, weights
+from twell.kernels.gpu import products, sums
+from twell.kernels.gpu.backward import hidden, neurons, rounds, weights
 from twell.kernels.gpu.backward.tiles import backward_tiles
 
 ROWS = 128
@@ -42,25 +43,26 @@ def portable(compiled, target, capability):
     yield build(neurons.order_neurons, constants, types={"tokens": "i32"}, num_warps=16)
     constants = {"HAS_L1": True, "GATED": True, "SQUARE": False, "RARE": True, "CHUNK": tiles.chunk}
     yield build(hidden.combine, constants | {"ENTRIES": tiles.entries, "ROWS": ROWS}, num_warps=4)
-    constants = {"LATER": 1, "HAS_REST": True, "CROWDED_ONLY": False, "PLANES": 2, "WIDTH": tiles.width}
-    constants |= {"DEPTH": tiles.depth, **dot}
-    yield build(inputs.input_gradient, constants, {"pool_desc": [tiles.depth, ROWS]}, **product)
+    constants = {"PLANES": 2, "SPANS": 1, "PACKED": True, "HAS_BIAS": False, "LATER": 1, "HAS_REST": True}
+    constants |= {"CROWDED_ONLY": False, "WIDTH": tiles.width, "DEPTH": tiles.depth, **dot}
+    yield build(sums.gathered_sums, constants, {"v_desc": [tiles.depth, ROWS]}, **product)
     constants = {"FIRST": 0, "MATRICES": 3, "NEURONS": tiles.neurons, "WIDTH": tiles.width, **dot}
     block = [ROWS, tiles.width]
     descriptors = {"x_desc": block, "grad_desc": block}
-    sums = dict.fromkeys(("grad_select", "grad_down", "grad_up"), "*fp32")
+    totals = dict.fromkeys(("grad_select", "grad_down", "grad_up"), "*fp32")
     add = {"ADD": True}
     yield build(weights.frequent_weights, constants | {"ADD": False}, descriptors, **product)
-    yield build(weights.frequent_weights, constants | add, descriptors, sums, **product)
+    yield build(weights.frequent_weights, constants | add, descriptors, totals, **product)
     constants = {"HAS_SELECT": True, "HAS_DOWN": True, "HAS_UP": True, "WIDTH": tiles.rare_width}
     constants |= {"AHEAD": tiles.ahead}
     yield build(weights.rare_weights, constants | {"ADD": False}, num_warps=tiles.rare_warps)
-    yield build(weights.rare_weights, constants | add, types=sums, num_warps=tiles.rare_warps)
+    yield build(weights.rare_weights, constants | add, types=totals, num_warps=tiles.rare_warps)
     yield build(weights.bias_sums, {"NEURONS": 8, "ROWS": ROWS})
 
 
 def hopper(compiled, layout, descriptor):
-    from twell.kernels.gpu.backward import hopper_hidden, hopper_inputs, hopper_products, hopper_weights
+    from twell.kernels.gpu import hopper_products
+    from twell.kernels.gpu.backward import hopper_hidden, hopper_weights
 
     def build(kernel, constants, descriptors, types=None):
         sources = TYPES | (types or {}) | {name: descriptor(*shape) for name, shape in descriptors.items()}
@@ -74,10 +76,6 @@ def hopper(compiled, layout, descriptor):
     for rare in (False, True):
         constants = {"HAS_L1": rare, "GATED": True, "SQUARE": False, "RARE": rare, "CHUNK": 128}
         yield build(hopper_hidden.combine_hopper, constants | {"ENTRIES": 8, "ROWS": 128}, {})
-    for later in (0, 1):
-        constants = {"LATER": later, "W_LAYOUT": layout(64, 256), "STAGES": 3}
-        descriptors = {"pool_desc": (64, 128), "out_desc": (64, 256)}
-        yield build(hopper_inputs.input_gradient_hopper, constants, descriptors)
     constants = {"MATRICES": 3, "NEURONS": 128, "V_LAYOUT": layout(128, 64), "STAGES": 4}
     descriptors = {"x_desc": (64, 256), "grad_desc": (64, 256)}
     sums = dict.fromkeys(("grad_select", "grad_down", "grad_up"), "*fp32")

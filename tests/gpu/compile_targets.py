@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twell.kernels.gpu import down, few, lists, row_apply, row_pack, select, statistics, up
+from twell.kernels.gpu import few, lists, products, row_apply, row_pack, select, statistics, sums
 from twell.kernels.gpu.few_tokens import few_tiles
 from twell.kernels.gpu.rows import row_tiles
 from twell.kernels.gpu.target import Target
@@ -30,10 +30,12 @@ POINTERS = {
     "active": "*u8", "lists": "*i32",
     "counts": "*i32", "neurons": "*i32", "work": "*i32", "counter": "*i32", "firing": "*i64",
     "sums": "*fp64", "words": "*i32", "down": "*bf16", "down_bias": "*bf16",
+    "out": "*bf16", "rest": "*bf16", "weights": "*bf16", "more_weights": "*bf16", "spans": "*i32",
 }  # fmt: skip
 NUMBERS = {
     "M": "i32", "H": "i32", "D": "i32", "E": "i32", "threshold": "fp32", "chunks_per_block": "i32",
     "padded": "i32", "blocks": "i32", "per_program": "i32", "tiles": "i32",
+    "width": "i32", "rows": "i32",
 }  # fmt: skip
 
 
@@ -101,15 +103,16 @@ def portable(capability):
 
     constants = {"HAS_BIAS": True, "CHUNK": tiles.up_chunk, "ROWS": tiles.rows, "DEPTH": tiles.up_depth}
     options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
-    yield "up_blocks", compiled(up.up_blocks, constants | dot, {"x_desc": x}, capability, **options)
+    yield "up_blocks", compiled(products.up_blocks, constants | dot, {"x_desc": x}, capability, **options)
 
     for packed in (True, False):
-        constants = {"HAS_BIAS": False, "PACKED": packed, "WIDTH": tiles.down_width}
-        constants |= {"ROWS": tiles.rows, "DEPTH": tiles.down_depth}
+        constants = {"PLANES": 1, "SPANS": 0, "PACKED": packed, "HAS_BIAS": False, "LATER": 0}
+        constants |= {"HAS_REST": False, "CROWDED_ONLY": False}
+        constants |= {"WIDTH": tiles.down_width, "ROWS": tiles.rows, "DEPTH": tiles.down_depth}
         options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
-        descriptors = {"hidden_desc": hidden if packed else "*bf16"}
-        kernel = compiled(down.down_blocks, constants | dot, descriptors, capability, **options)
-        yield f"down_blocks packed={packed}", kernel
+        descriptors = {"v_desc": hidden if packed else "*bf16"}
+        kernel = compiled(sums.gathered_sums, constants | dot, descriptors, capability, **options)
+        yield f"gathered_sums packed={packed}", kernel
 
     for tokens in (1, 16, 64):
         few_ = few_tiles(target, torch.bfloat16, tokens, 5632, 2048)
@@ -158,7 +161,13 @@ def descriptor(*shape):
 
 
 def hopper():
-    from twell.kernels.gpu import hopper_down, hopper_few_down, hopper_few_select, hopper_select, hopper_up
+    from twell.kernels.gpu import (
+        hopper_few_down,
+        hopper_few_select,
+        hopper_gathered_sums,
+        hopper_products,
+        hopper_select,
+    )
     from twell.kernels.gpu.hopper_few import hopper_few_tiles
 
     target = Target(name="", capability=(9, 0), processors=132, shared_memory=232_448)
@@ -173,15 +182,14 @@ def hopper():
         sources = {"x_desc": descriptor(rows, 64)}
         yield (
             f"up_blocks_hopper {name}",
-            compiled(hopper_up.up_blocks_hopper, constants, sources, 90, **options),
+            compiled(hopper_products.up_blocks_hopper, constants, sources, 90, **options),
         )
-    for bias in (False, True):
-        constants = {"W_LAYOUT": layout(64, 256), "HAS_BIAS": bias, "STAGES": 3}
-        sources = {"hidden_desc": descriptor(64, 128), "y_desc": descriptor(64, 256)}
-        yield (
-            f"down_blocks_hopper bias={bias}",
-            compiled(hopper_down.down_blocks_hopper, constants, sources, 90, **options),
-        )
+    for planes, spans, bias, later in ((1, 0, False, 0), (1, 0, True, 0), (2, 1, False, 0), (2, 1, False, 1)):
+        constants = {"PLANES": planes, "SPANS": spans, "HAS_BIAS": bias, "LATER": later}
+        constants |= {"W_LAYOUT": layout(64, 256), "STAGES": 3}
+        sources = {"v_desc": descriptor(64, 128), "out_desc": descriptor(64, 256)}
+        kernel = compiled(hopper_gathered_sums.gathered_sums_hopper, constants, sources, 90, **options)
+        yield f"gathered_sums_hopper planes={planes} bias={bias} later={later}", kernel
     for tokens, features, bias in ((1, 2048, False), (32, 2048, True), (32, 4096, True), (64, 2048, False)):
         few_ = hopper_few_tiles(target, tokens, features, features)
         constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "GATED": True, "SQUARE": bias}

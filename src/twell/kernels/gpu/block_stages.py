@@ -7,16 +7,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .down import down_blocks
 from .launch import Tiled, Tokens, kind_number, launch
 from .lists import list_active
 from .numbers import cdiv, power_of_two
 from .operands import Operands, element_bytes
+from .products import up_blocks
 from .select import select_blocks
 from .sizes import READ_AHEAD
+from .sums import gathered_sums
 from .target import Target, target_of
 from .tiles import BlockTiles, block_tiles
-from .up import up_blocks
 from .workspace import Part, Piece, buffer_sizes, carve
 
 
@@ -162,21 +162,30 @@ class BlockStages:
         hidden = workspace.hidden
         across = cdiv(operands.outputs, tiles.down_width)
         arguments = (
-            operands.down,
-            operands.pointer(operands.down_bias),
             hidden,
             Tiled(hidden, [tiles.down_depth, tiles.rows]) if self.gated else hidden,
+            y,
+            y,
+            operands.down,
+            operands.down,
+            operands.pointer(operands.down_bias),
             workspace.lists,
             workspace.counts,
-            y,
+            workspace.counts,
             Tokens(y.shape[0]),
             operands.neurons,
             operands.outputs,
             self.chunks * self.chunk,
+            0,
         )
         constants = {
-            "HAS_BIAS": operands.down_bias is not None,
+            "PLANES": 1,
+            "SPANS": 0,
             "PACKED": self.gated,
+            "HAS_BIAS": operands.down_bias is not None,
+            "LATER": 0,
+            "HAS_REST": False,
+            "CROWDED_ONLY": False,
             "WIDTH": tiles.down_width,
             "ROWS": tiles.rows,
             "DEPTH": tiles.down_depth,
@@ -184,7 +193,7 @@ class BlockStages:
         }
         options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
         grid = (self.blocks(y.shape[0]) * across,)
-        return launch(self.kind, down_blocks, grid, arguments, constants, **options)
+        return launch(self.kind, gathered_sums, grid, arguments, constants, **options)
 
     def _allocate(self, tokens: int) -> Workspace:
         blocks, neurons, rows = self.blocks(tokens), self.operands.neurons, self.tiles.rows

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from .hopper_down import down_blocks_hopper
+from .hopper_gathered_sums import gathered_sums_hopper
+from .hopper_products import up_blocks_hopper
 from .hopper_select import select_blocks_hopper
-from .hopper_up import up_blocks_hopper
 from .launch import Source, Tiled, Tokens, launch
 from .numbers import cdiv
 
@@ -94,20 +94,27 @@ def launch_down(stages: BlockStages, y: Tensor) -> None:
     blocks = stages.blocks(y.shape[0])
     arguments = (
         tiled(workspace.hidden, [_DEPTH, tiles.rows]),
+        tiled(y, [tiles.rows // 2, _DOWN_WIDTH], by_tokens=True),
+        y,
+        operands.down,
         operands.down,
         operands.pointer(operands.down_bias),
-        tiled(y, [tiles.rows // 2, _DOWN_WIDTH], by_tokens=True),
         workspace.lists,
         workspace.counts,
         blocks,
+        Tokens(y.shape[0]),
         operands.neurons,
         operands.outputs,
         stages.chunks * stages.chunk,
+        0,
     )
     constants = {
+        "PLANES": 1,
+        "SPANS": 0,
         "HAS_BIAS": operands.down_bias is not None,
+        "LATER": 0,
         "W_LAYOUT": layout(_DEPTH, _DOWN_WIDTH, y.dtype),
         "STAGES": _DOWN_STAGES,
     }
     grid = (min(stages.target.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)
-    launch(stages.kind, down_blocks_hopper, grid, arguments, constants, num_warps=4)
+    launch(stages.kind, gathered_sums_hopper, grid, arguments, constants, num_warps=4)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from .hopper_common import activate, add_product, arrived, finish, make_ring
 from .hopper_names import reinterpret, thread_barrier, tma_load
-from .hopper_select import activate
 from .hopper_sums import add, sum_over_warps, summed_layout
 
 
@@ -30,9 +30,9 @@ def _cell(slot, tile, tiles, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _send(w_desc, x_desc, rings, tile, step, span, WITH_X: gl.constexpr, RESIDENT: gl.constexpr):
+def _send(w_desc, x_desc, ring, tile, step, span, WITH_X: gl.constexpr, RESIDENT: gl.constexpr):
     """One tile of weight rows, step by step, and x beside it if wanted. Returns the next step."""
-    x_ring, w_ring, ready, free = rings
+    x_ring, w_ring, ready, free = ring
     NEURONS: gl.constexpr = w_desc.block_shape[0]
     DEPTH: gl.constexpr = x_desc.block_shape[1]
     STAGES: gl.constexpr = w_ring.shape[0]
@@ -56,7 +56,7 @@ def _produce(
     weights,
     x_desc,
     counts,
-    rings,
+    ring,
     decided,
     H,
     span,
@@ -71,46 +71,39 @@ def _produce(
         turn = tile // gl.num_programs(0)
         if RESIDENT:
             if turn == 0:
-                step = _send(select_desc, x_desc, rings, tile, step, span, True, True)
+                step = _send(select_desc, x_desc, ring, tile, step, span, True, True)
             else:
-                step = _send(select_desc, x_desc, rings, tile, step, span, False, True)
+                step = _send(select_desc, x_desc, ring, tile, step, span, False, True)
         else:
-            step = _send(select_desc, x_desc, rings, tile, step, span, True, False)
+            step = _send(select_desc, x_desc, ring, tile, step, span, True, False)
         if GATED:
             mbarrier.wait(decided, turn & 1)
             if gl.load(counts + tile) > GATHERED:
-                step = _send(up_desc, x_desc, rings, tile, step, span, not RESIDENT, RESIDENT)
+                step = _send(up_desc, x_desc, ring, tile, step, span, not RESIDENT, RESIDENT)
 
 
 @gluon.jit
-def _receive(rings, step, span, ACC: gl.constexpr, RESIDENT: gl.constexpr):
+def _receive(ring, step, span, ACC: gl.constexpr, RESIDENT: gl.constexpr):
     """float32 [NEURONS, ROWS] of one tile of weights times x, and the next step."""
-    x_ring, w_ring, ready, free = rings
-    STAGES: gl.constexpr = w_ring.shape[0]
+    x_ring, w_ring, _ready, _free = ring
     NEURONS: gl.constexpr = w_ring.shape[1]
     ROWS: gl.constexpr = x_ring.shape[1]
     DEPTH: gl.constexpr = x_ring.shape[2]
     acc = gl.zeros([NEURONS, ROWS], gl.float32, ACC)
     for k in range(0, span, DEPTH):
-        stage = step % STAGES
-        mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
+        stage = arrived(ring, step, False)
         place = k // DEPTH if RESIDENT else stage
-        acc = warpgroup_mma(
-            w_ring.index(stage), x_ring.index(place).permute((1, 0)), acc, use_acc=k > 0, is_async=True
-        )
-        acc = warpgroup_mma_wait(1, deps=[acc])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        tokens = x_ring.index(place).permute((1, 0))
+        acc = add_product(acc, w_ring.index(stage), tokens, ring, step, k > 0)
         step += 1
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
-    return acc, step
+    return finish(acc, ring, step, True), step
 
 
 @gluon.jit
 def _consume(
     weights,
     target,
-    rings,
+    ring,
     decided,
     sizes,
     threshold,
@@ -124,7 +117,7 @@ def _consume(
     _select_desc, _up_desc, _up, select_bias, up_bias, _x = weights
     values, neurons, counts = target
     M, H, _D, span = sizes
-    x_ring, w_ring, _ready, _free = rings
+    x_ring, w_ring, _ready, _free = ring
     DTYPE: gl.constexpr = values.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     NEURONS: gl.constexpr = w_ring.shape[1]
@@ -138,7 +131,7 @@ def _consume(
     step = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first = tile * NEURONS
-        pre, step = _receive(rings, step, span, ACC, RESIDENT)
+        pre, step = _receive(ring, step, span, ACC, RESIDENT)
         if HAS_SELECT_BIAS:
             shift = gl.load(select_bias + first + across, mask=first + across < H, other=0.0)
             pre += shift.to(gl.float32)[:, None]
@@ -156,7 +149,7 @@ def _consume(
             thread_barrier()  # the producer reads the count
             mbarrier.arrive(decided, count=1)
             if count > GATHERED:
-                factor, step = _receive(rings, step, span, ACC, RESIDENT)
+                factor, step = _receive(ring, step, span, ACC, RESIDENT)
                 if HAS_UP_BIAS:
                     shift = gl.load(up_bias + first + across, mask=first + across < H, other=0.0)
                     factor += shift.to(gl.float32)[:, None]
@@ -296,18 +289,13 @@ def few_select_up_hopper(
     gdc_launch_dependents()
     x_ring = gl.allocate_shared_memory(x_desc.dtype, [X_TILES] + x_desc.block_shape, x_desc.layout)
     w_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + select_desc.block_shape, select_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     decided = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=1)
     mbarrier.init(decided, count=1)
+    ring = make_ring(x_ring, w_ring, 1, False)
     RESIDENT_SPAN: gl.constexpr = X_TILES * x_desc.block_shape[1]
     span = D
     if RESIDENT:
         span = gl.to_tensor(RESIDENT_SPAN)
-    rings = (x_ring, w_ring, ready, free)
     target = (values, neurons, counts)
     weights = (select_desc, up_desc, up, select_bias, up_bias, x)
     sizes = (M, H, D, span)
@@ -318,7 +306,7 @@ def few_select_up_hopper(
                 (
                     weights,
                     target,
-                    rings,
+                    ring,
                     decided,
                     sizes,
                     threshold,
@@ -330,7 +318,7 @@ def few_select_up_hopper(
                     RESIDENT,
                 ),
             ),
-            (_produce, (weights, x_desc, counts, rings, decided, H, span, GATED, GATHERED, RESIDENT)),
+            (_produce, (weights, x_desc, counts, ring, decided, H, span, GATED, GATHERED, RESIDENT)),
         ],
         [1],
         [40],

@@ -7,51 +7,18 @@ product of the other, and the producer is already loading the next tile during b
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .hopper_common import activate, add_product, arrived, finish, make_ring, nan_max, stored_layout
 from .hopper_names import tma_load
 
 
 @gluon.jit
-def nan_max(a, b):
-    return gl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@gluon.jit
-def activate(pre, threshold, SQUARE: gl.constexpr):
-    value = gl.where(pre <= threshold, 0.0, pre)
-    if SQUARE:
-        value = value * value
-    return value
-
-
-@gluon.constexpr_function
-def stored_layout(rows, columns):
-    """Registers of a warpgroup so that 4 lanes hold 32 neighbouring values of a row, 16 bytes each.
-
-    The accumulator's own layout gives each lane 2 neighbouring values; storing that writes half sectors.
-    Rows stay where they are, so the conversion never leaves the warp.
-    """
-    registers = [[0, 1], [0, 2], [0, 4]]
-    column = 32
-    while column < columns:
-        registers.append([0, column])
-        column *= 2
-    registers.append([8, 0])
-    row = 64
-    while row < rows:
-        registers.append([row, 0])
-        row *= 2
-    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [rows, columns])
-
-
-@gluon.jit
-def _load(x_desc, w_desc, rings, M, H, D, STAGES: gl.constexpr):
-    x_ring, w_ring, ready, free = rings
+def _load(x_desc, w_desc, ring, M, H, D):
+    tokens, weights, ready, free = ring
+    STAGES: gl.constexpr = weights.shape[0]
     NEURONS: gl.constexpr = w_desc.block_shape[0]
     TOKENS: gl.constexpr = x_desc.block_shape[0]
     DEPTH: gl.constexpr = x_desc.block_shape[1]
@@ -62,8 +29,8 @@ def _load(x_desc, w_desc, rings, M, H, D, STAGES: gl.constexpr):
             stage = step % STAGES
             mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
-            tma_load(w_desc, [(tile % tiles_n) * NEURONS, k], ready.index(stage), w_ring.index(stage))
-            tma_load(x_desc, [(tile // tiles_n) * TOKENS, k], ready.index(stage), x_ring.index(stage))
+            tma_load(w_desc, [(tile % tiles_n) * NEURONS, k], ready.index(stage), weights.index(stage))
+            tma_load(x_desc, [(tile // tiles_n) * TOKENS, k], ready.index(stage), tokens.index(stage))
             step += 1
 
 
@@ -72,7 +39,7 @@ def _multiply(
     bias,
     values,
     active,
-    rings,
+    ring,
     M,
     H,
     D,
@@ -82,12 +49,11 @@ def _multiply(
     HAS_BIAS: gl.constexpr,
     PLAIN: gl.constexpr,
     SQUARE: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    x_ring, w_ring, ready, free = rings
-    NEURONS: gl.constexpr = w_ring.shape[1] // 2
-    TOKENS: gl.constexpr = x_ring.shape[1]
-    DEPTH: gl.constexpr = x_ring.shape[2]
+    tokens, weights, _ready, _free = ring
+    NEURONS: gl.constexpr = weights.shape[1] // 2
+    TOKENS: gl.constexpr = tokens.shape[1]
+    DEPTH: gl.constexpr = tokens.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TOKENS, 16])
     tiles_n = gl.cdiv(H, 2 * NEURONS)
     step = 0
@@ -95,17 +61,11 @@ def _multiply(
         first = (tile % tiles_n) * 2 * NEURONS + HALF * NEURONS
         acc = gl.zeros([NEURONS, TOKENS], gl.float32, ACC)
         for k in range(0, D, DEPTH):
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            weights = w_ring.index(stage).slice(HALF * NEURONS, NEURONS)
-            acc = warpgroup_mma(
-                weights, x_ring.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True
-            )
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            stage = arrived(ring, step, False)
+            half = weights.index(stage).slice(HALF * NEURONS, NEURONS)
+            acc = add_product(acc, half, tokens.index(stage).permute((1, 0)), ring, step, k > 0)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+        acc = finish(acc, ring, step, True)
 
         target = (bias, values, active)
         gl.static_assert(TOKENS == 2 * ROWS)
@@ -177,27 +137,16 @@ def select_blocks_hopper(
     STAGES: gl.constexpr,
 ):
     """As `select_blocks`; x_desc has blocks of 2 * ROWS tokens; 4 warps."""
-    x_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
-    w_ring = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(free.index(stage), count=2)
+    tokens = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
+    weights = gl.allocate_shared_memory(w_desc.dtype, [STAGES] + w_desc.block_shape, w_desc.layout)
+    ring = make_ring(tokens, weights, 2, False)
     if gl.program_id(0) == 0:
         gl.store(counter, 0)  # the list kernel that follows counts its work items from here
-    rings = (x_ring, w_ring, ready, free)
     gl.warp_specialize(
         [
-            (
-                _multiply,
-                (bias, values, active, rings, M, H, D, threshold, 0, ROWS, HAS_BIAS, PLAIN, SQUARE, STAGES),
-            ),
-            (
-                _multiply,
-                (bias, values, active, rings, M, H, D, threshold, 1, ROWS, HAS_BIAS, PLAIN, SQUARE, STAGES),
-            ),
-            (_load, (x_desc, w_desc, rings, M, H, D, STAGES)),
+            (_multiply, (bias, values, active, ring, M, H, D, threshold, 0, ROWS, HAS_BIAS, PLAIN, SQUARE)),
+            (_multiply, (bias, values, active, ring, M, H, D, threshold, 1, ROWS, HAS_BIAS, PLAIN, SQUARE)),
+            (_load, (x_desc, w_desc, ring, M, H, D)),
         ],
         [4, 1],
         [240, 24],

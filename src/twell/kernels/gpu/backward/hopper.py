@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..hopper import layout, tiled
+from ..hopper_gathered_sums import gathered_sums_hopper
+from ..hopper_products import gather_products_hopper
 from ..launch import launch
 from ..numbers import cdiv
-from .hopper_inputs import input_gradient_hopper
-from .hopper_products import gather_products_hopper
 from .hopper_weights import frequent_weights_hopper
 
 if TYPE_CHECKING:
@@ -37,20 +37,26 @@ def launch_inputs(stages: BackwardStages, turn: int) -> None:
         out,
         operands.select,
         operands.up,
+        out,
         stages.active.lists,
         stages.spans,
         stages.blocks,
         operands.tokens,
+        operands.neurons,
         operands.features,
+        0,
         stages.rows,
     )
     constants = {
+        "PLANES": 2,
+        "SPANS": 1,
+        "HAS_BIAS": False,
         "LATER": int(turn > 0),
         "W_LAYOUT": layout(_DEPTH, _WIDTH, operands.x.dtype),
         "STAGES": _INPUT_STAGES,
     }
     grid = (min(stages.target.processors, tiles),)
-    launch((stages.kind, turn > 0), input_gradient_hopper, grid, arguments, constants, num_warps=4)
+    launch((stages.kind, turn > 0), gathered_sums_hopper, grid, arguments, constants, num_warps=4)
 
 
 def launch_frequent(stages: BackwardStages) -> None:

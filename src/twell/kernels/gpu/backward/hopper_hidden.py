@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..hopper_select import activate
+from ..hopper_common import activate
 from ..hopper_sums import add
 
 

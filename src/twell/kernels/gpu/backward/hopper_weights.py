@@ -9,44 +9,29 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 
-from ..hopper_names import copy_rows, tma_load
-from ..hopper_select import stored_layout
+from ..hopper_common import add_product, arrived, copy_layout, fill, finish, make_ring, stored_layout
 
 
 @gluon.jit
-def _send(desc, source, inside, row, column, step, rings):
+def _send(ring, desc, source, inside, row, column, step):
     """Two steps: the tokens of one block. Returns the next step."""
-    v_ring, side_ring, ready, free = rings
-    STAGES: gl.constexpr = v_ring.shape[0]
-    DEPTH: gl.constexpr = v_ring.shape[2]
+    DEPTH: gl.constexpr = desc.block_shape[0]
     for half in gl.static_range(2):
-        stage = step % STAGES
-        mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
-        tma_load(desc, [row + half * DEPTH, column], ready.index(stage), side_ring.index(stage))
-        copy_rows(v_ring.index(stage), source + half * DEPTH, mask=inside)
-        async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
-        step += 1
+        corner = [row + half * DEPTH, column]
+        step = fill(ring, desc, corner, source + half * DEPTH, inside, step)
     return step
 
 
 @gluon.jit
-def _load(x_desc, grad_desc, pool, places, frequent, how_many, rings, sizes, MATRICES: gl.constexpr):
-    v_ring, side_ring, _ready, _free = rings
+def _load(x_desc, grad_desc, pool, places, frequent, how_many, ring, sizes, MATRICES: gl.constexpr):
+    sides, values, _ready, _free = ring
     blocks, H, rows, across, planes = sizes
-    NEURONS: gl.constexpr = v_ring.shape[1]
-    DEPTH: gl.constexpr = v_ring.shape[2]
+    NEURONS: gl.constexpr = values.shape[1]
+    DEPTH: gl.constexpr = values.shape[2]
     ROWS: gl.constexpr = 2 * DEPTH
-    WIDTH: gl.constexpr = side_ring.shape[2]
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    WIDTH: gl.constexpr = sides.shape[2]
+    COPY: gl.constexpr = copy_layout(DEPTH)
     entry = gl.arange(0, NEURONS, gl.SliceLayout(1, COPY))
     depth = gl.arange(0, DEPTH, gl.SliceLayout(0, COPY))[None, :]
     total = gl.load(how_many)
@@ -65,9 +50,9 @@ def _load(x_desc, grad_desc, pool, places, frequent, how_many, rings, sizes, MAT
             following = gl.minimum(block + 1, blocks - 1)
             place = gl.load(places + following * H + neuron, mask=listed < total, other=0)
             if plane == 0:
-                step = _send(grad_desc, source, inside, block * ROWS, column, step, rings)
+                step = _send(ring, grad_desc, source, inside, block * ROWS, column, step)
             else:
-                step = _send(x_desc, source, inside, block * ROWS, column, step, rings)
+                step = _send(ring, x_desc, source, inside, block * ROWS, column, step)
 
 
 @gluon.jit
@@ -94,7 +79,7 @@ def _multiply(
     targets,
     frequent,
     how_many,
-    rings,
+    ring,
     sizes,
     D,
     E,
@@ -102,11 +87,10 @@ def _multiply(
     MATRICES: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    v_ring, side_ring, ready, free = rings
+    sides, values, _ready, _free = ring
     blocks, _H, _rows, across, planes = sizes
-    STAGES: gl.constexpr = v_ring.shape[0]
-    NEURONS: gl.constexpr = v_ring.shape[1] // 2
-    WIDTH: gl.constexpr = side_ring.shape[2]
+    NEURONS: gl.constexpr = values.shape[1] // 2
+    WIDTH: gl.constexpr = sides.shape[2]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     OUT: gl.constexpr = stored_layout(NEURONS, WIDTH)
     SHAPE: gl.constexpr = (NEURONS, WIDTH)
@@ -119,17 +103,11 @@ def _multiply(
         column = (unit % across) * WIDTH
         acc = gl.zeros([NEURONS, WIDTH], gl.float32, ACC)
         for k in range(0, 2 * blocks):
-            stage = step % STAGES
-            mbarrier.wait(ready.index(stage), (step // STAGES) & 1)
-            # The copies are ordinary writes; the product reads shared memory by another proxy.
-            fence_async_shared()
-            values = v_ring.index(stage).slice(HALF * NEURONS, NEURONS)
-            acc = warpgroup_mma(values, side_ring.index(stage), acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(1, deps=[acc])
-            mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            stage = arrived(ring, step, True)
+            half = values.index(stage).slice(HALF * NEURONS, NEURONS)
+            acc = add_product(acc, half, sides.index(stage), ring, step, k > 0)
             step += 1
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(free.index((step + STAGES - 1) % STAGES), count=1)
+        acc = finish(acc, ring, step, True)
         if ADD:  # as the sums lie in registers: another layout would take shared memory for float32
             cell, inside = _cells(targets, plane, frequent, first, total, column, D, E, ACC, SHAPE)
             acc += gl.load(cell, mask=inside, other=0.0).to(gl.float32)
@@ -168,21 +146,16 @@ def frequent_weights_hopper(
     """
     DEPTH: gl.constexpr = x_desc.block_shape[0]
     WIDTH: gl.constexpr = x_desc.block_shape[1]
-    v_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES, NEURONS, DEPTH], V_LAYOUT)
-    side_ring = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1 + 128)  # the TMA's arrival and one per copying thread
-        mbarrier.init(free.index(stage), count=2)
-    rings = (v_ring, side_ring, ready, free)
+    sides = gl.allocate_shared_memory(x_desc.dtype, [STAGES] + x_desc.block_shape, x_desc.layout)
+    values = gl.allocate_shared_memory(x_desc.dtype, [STAGES, NEURONS, DEPTH], V_LAYOUT)
+    ring = make_ring(sides, values, 2, True)
     sizes = (blocks, H, rows, gl.cdiv(gl.maximum(D, E), WIDTH), planes)
     targets = (grad_select, grad_down, grad_up)
     gl.warp_specialize(
         [
-            (_multiply, (targets, frequent, how_many, rings, sizes, D, E, 0, MATRICES, ADD)),
-            (_multiply, (targets, frequent, how_many, rings, sizes, D, E, 1, MATRICES, ADD)),
-            (_load, (x_desc, grad_desc, pool, places, frequent, how_many, rings, sizes, MATRICES)),
+            (_multiply, (targets, frequent, how_many, ring, sizes, D, E, 0, MATRICES, ADD)),
+            (_multiply, (targets, frequent, how_many, ring, sizes, D, E, 1, MATRICES, ADD)),
+            (_load, (x_desc, grad_desc, pool, places, frequent, how_many, ring, sizes, MATRICES)),
         ],
         [4, 4],
         [216, 72],

@@ -4,7 +4,7 @@
     gather_products   their pre-activations, up values and gradients of hidden activations
     count_tokens, order_neurons     how often each neuron fired: frequent or rare
     combine           hidden activations and gradients of pre-activations and up values
-    input_gradient    grad_x
+    gathered_sums     grad_x
     frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
     rare_weights      of the others: token by token
 
@@ -26,14 +26,14 @@ from torch import Tensor
 from ..launch import Source, Tiled, kind_number, launch
 from ..numbers import cdiv, power_of_two
 from ..operands import Operands, element_bytes
+from ..products import gather_products
 from ..sizes import backward_rounds, planes_of
+from ..sums import gathered_sums
 from ..target import Target, target_of
 from ..workspace import Part, buffer_sizes, carve
 from .crowded import crowded_counter
 from .hidden import combine
-from .inputs import input_gradient
 from .neurons import count_tokens, order_neurons
-from .products import gather_products
 from .rounds import plan_rounds
 from .tiles import backward_tiles
 from .weights import bias_sums, frequent_weights, rare_weights
@@ -316,23 +316,30 @@ class BackwardStages:
                 return
         operands, tiles, rows = self.operands, self.tiles, self.active.rows
         arguments = (
+            self.pool,
             Tiled(self.pool.viewed(self.planes * self.rows, rows), [tiles.depth, rows]),
+            self.gradients.x,
+            self.gradients.x if self.rest is None else self.rest,
             operands.select,
             operands.up if self.gated else operands.select,
+            self.pool,
             self.active.lists,
             self.spans,
             self.active.counts,
-            self.gradients.x,
-            self.rest if self.rest is not None else self.gradients.x,
             operands.tokens,
+            operands.neurons,
             operands.features,
+            0,
             self.rows,
         )
         constants = {
+            "PLANES": self.planes - 1,
+            "SPANS": 1,
+            "PACKED": True,
+            "HAS_BIAS": False,
             "LATER": int(turn > 0),
             "HAS_REST": self.rest is not None,
             "CROWDED_ONLY": by_hopper and turn == 0,
-            "PLANES": self.planes - 1,
             "WIDTH": tiles.width,
             "ROWS": rows,
             "DEPTH": tiles.depth,
@@ -341,7 +348,7 @@ class BackwardStages:
         grid = (self.blocks * cdiv(operands.features, tiles.width),)
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         kind = (self.kind, turn > 0, self.rest is not None, by_hopper)
-        launch(kind, input_gradient, grid, arguments, constants, **options)
+        launch(kind, gathered_sums, grid, arguments, constants, **options)
 
     def frequent(self) -> None:
         if self.hopper and self.active.rows == 128:
