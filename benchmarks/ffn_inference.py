@@ -27,7 +27,7 @@ from _ffn import CHECKED, console, layer, measured_nnz, save, shape_of, tokens
 from twell import Plan, SparseMLP, ffn, reference
 from twell.activations import Activation
 from twell.kernels.args import FfnArgs
-from twell.kernels.gpu.block_stages import BlockStages
+from twell.kernels.gpu.block_launches import BlockLaunches
 from twell.kernels.gpu.operands import prepare
 from twell.measure import Record, Timing, compare, make_record
 from twell.measure.ffn import BASELINE, COMPILED, stock_dense
@@ -285,9 +285,9 @@ def kernels(bench: Bench) -> None:
                           f"{rate:.0f} TFLOP/s, {rate / ceiling:.0%} of matmul")  # fmt: skip
 
 
-def stages_of(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> BlockStages:
+def stages_of(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> BlockLaunches:
     operands = prepare(FfnArgs(x, up, down, gate, None, None, None, Activation("relu")))
-    return BlockStages(operands, x.shape[0], 0)
+    return BlockLaunches(operands, x.shape[0], 0)
 
 
 def traces(bench: Bench, directory: Path) -> None:
@@ -304,7 +304,7 @@ def traces(bench: Bench, directory: Path) -> None:
         workspace.values.tensor().copy_(activations.transpose(1, 2))
         workspace.active.tensor().copy_(fired.any(1))
 
-        def finish(s: BlockStages = stages, x: Tensor = x, y: Tensor = y) -> None:
+        def finish(s: BlockLaunches = stages, x: Tensor = x, y: Tensor = y) -> None:
             s.workspace.counter.tensor().zero_()
             s.list(x.shape[0])
             s.up(x)

@@ -93,3 +93,12 @@ def cpu_choices(monkeypatch, request):
     monkeypatch.setattr(cpu_probe, "measured", choices.measured)
     monkeypatch.setattr(cpu_multiply, "has_native_gemm", lambda dtype: choices.native)
     return choices
+
+
+@pytest.fixture(autouse=True)
+def one_pace(monkeypatch, request):
+    """All layers are read after the same numbers of calls, but in tests marked `real_pace`."""
+    from twell import layer_state
+
+    if not request.node.get_closest_marker("real_pace"):
+        monkeypatch.setattr(layer_state, "_next_pace", lambda: 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,33 @@ def test_readings_of_a_gpu_are_shown():
     (layer,) = twell.explain(mlp)
     assert layer.active == 0.25
     assert "25.0%" in str(twell.explain(mlp))
+
+
+def test_what_was_known_when_it_was_decided_is_shown():
+    mlp = SparseMLP(16, 32)
+    mlp(torch.randn(3, 16))
+    reading = mlp._layer.reading(mlp.gate_proj.weight, 3, training=False)
+    reading.take(torch.tensor([8]), 32)
+    mlp._layer.note("forward", "block", "25.0% are active", reading)
+    reading.take(torch.tensor([16]), 32)
+    assert twell.explain(mlp)[0].active == 0.25
+
+
+def test_something_else_than_a_module_is_rejected():
+    with pytest.raises(ValueError, match="model: got int"):
+        twell.explain(3)
+
+
+def test_a_backward_of_autograd_shows_none(monkeypatch):
+    """Prepared and decided dense steps, after one with a backward of ours."""
+    mlp, x = SparseMLP(16, 32, plan=Plan(path="row")), torch.randn(20, 16)
+    for _ in range(3):
+        mlp.plan = Plan(path="row")
+        mlp(x).sum().backward()
+        assert twell.explain(mlp)[0].backward is not None
+        mlp.plan = Plan(path="dense")
+        mlp(x).sum().backward()
+        assert twell.explain(mlp)[0].backward is None
 
 
 def test_blocks_that_run_through_their_modules():

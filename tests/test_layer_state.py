@@ -34,6 +34,7 @@ class TestReadings:
         reading = Reading()
         assert [call for call in range(1, 40) if reading.is_due(10)] == [1, 2, 4, 8, 16, 26, 36]
 
+    @pytest.mark.real_pace
     def test_layers_of_a_model_are_read_in_different_calls(self):
         layers = [LayerState() for _ in range(24)]
         readings = [layer.reading(torch.empty(8, 8), 1, training=False) for layer in layers]

@@ -274,3 +274,8 @@ def test_an_eager_call_does_not_make_compiled_code_compile_again(fresh_compiler,
         compiled(x)
         mlp(x)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_dtype_that_is_not_the_blocks_is_named():
+    with pytest.raises(ValueError, match=r"x: got dtype torch\.float64; accepted: torch\.float32"):
+        SparseMLP(16, 32)(torch.randn(3, 16, dtype=torch.float64))

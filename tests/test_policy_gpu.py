@@ -13,12 +13,12 @@ from twell.activations import Activation
 from twell.backends import get_backend
 from twell.crossover import gpu as crossover
 from twell.kernels.args import FfnArgs
-from twell.kernels.gpu.target import Target
+from twell.kernels.gpu.device import Gpu
 from twell.layer_state import LayerState
 from twell.policy import Resolution, decide, decide_backward, decide_inside, gpu
 
-HOPPER = Target(name="a Hopper", capability=(9, 0), processors=132, shared_memory=1 << 17)
-AMPERE = Target(name="an Ampere", capability=(8, 0), processors=108, shared_memory=1 << 17)
+HOPPER = Gpu(name="a Hopper", capability=(9, 0), processors=132, shared_memory=1 << 17)
+AMPERE = Gpu(name="an Ampere", capability=(8, 0), processors=108, shared_memory=1 << 17)
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def device(monkeypatch, tmp_path):
         target, capturing = HOPPER, False
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Device.capturing)
-    monkeypatch.setattr(gpu, "target_of", lambda _: Device.target)
+    monkeypatch.setattr(gpu, "gpu_of", lambda _: Device.target)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     crossover._tuned.cache_clear()
     yield Device

@@ -23,7 +23,7 @@ from .accuracy import stock_dense
 class Asked:
     """Imitates what is decided on a GPU: each call and the next two run dense; remembers how many did."""
 
-    has_news = False
+    has_news, version = False, 0
 
     def __init__(self):
         self.calls, self.settled = 0, []
@@ -73,6 +73,14 @@ def test_a_reading_that_has_arrived_is_heard_of_at_once(asked):
     operands = block()
     ffn(*operands)
     asked.has_news = True
+    ffn(*operands)
+    assert asked.calls == 2
+
+
+def test_a_reading_that_somebody_else_looked_at_is_heard_of(asked):
+    operands = block()
+    ffn(*operands)
+    asked.version += 1
     ffn(*operands)
     assert asked.calls == 2
 

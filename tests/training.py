@@ -15,7 +15,7 @@ L1_WEIGHT = 0.5
 NAMES = ("x", "up", "down", "gate", "up_bias", "down_bias", "gate_bias")
 
 
-def expect_a_crowd(monkeypatch):
+def expect_overflow(monkeypatch):
     """Backwards on GPUs expect every neuron to be active, and so to take rounds."""
     crowd = Reading()
     crowd._share = 1.0

@@ -19,7 +19,7 @@ from .backends import Backend, Site, Training, backend_names, register_backend, 
 from .explanation import ExplainedLayer, Explanation, explain
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
 from .functional import FfnStats, ffn, ffn_with_stats
-from .kernels.gpu.backward.crowded import crowded_steps
+from .kernels.gpu.overflow import overflowed_steps
 from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
@@ -45,7 +45,7 @@ __all__ = [
     "__version__",
     "accumulate_in_place",
     "backend_names",
-    "crowded_steps",
+    "overflowed_steps",
     "explain",
     "fatrelu",
     "ffn",

@@ -10,7 +10,7 @@ import torch
 
 
 class Ran(NamedTuple):
-    """One piece of a call: its path ("dense", "row", "block", or "few", the block path's form for decode),
+    """One piece of a call: its path ("dense", "row", "block", or "decode", the block path's form for decode),
     where, and its size; phase: "forward", or "backward" where it is ours and not that of autograd. The CPU
     backend decides anew for every few hundred tokens, and by itself in the backward ("row": active pairs).
     reason: why, where an automatic plan chose."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ._checks import reject
 from .kernels.args import PLAIN
 from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
@@ -21,7 +22,8 @@ class ExplainedLayer(NamedTuple):
     plan:     the one that it was given, or "auto".
     forward:  the path of its last call that was decided: "dense", "row" or "block"; None before the first.
     backward: that of its last backward of ours; None where there was none, or autograd did it.
-    active:   the share of neurons that was active in a block of tokens when last read (on GPUs), or None.
+    active:   the share of neurons active in a block of tokens when the forward was decided, or the last one
+              read if none was known then; None on CPUs, which look at every call instead.
     reason:   why the forward ran so.
     """
 
@@ -58,6 +60,8 @@ def explain(model: nn.Module) -> Explanation:
     Layers decide when they run: one that has not been called shows no path. A call that repeats a decision
     shows that decision. Blocks that a compiler has seen through and fused densely are not seen.
     """
+    if not isinstance(model, nn.Module):
+        reject("model", type(model).__name__, "a torch.nn.Module")
     return Explanation(
         _explained(name, module) for name, module in model.named_modules() if isinstance(module, SparseMLP)
     )
@@ -72,8 +76,7 @@ def _explained(name: str, mlp: SparseMLP) -> ExplainedLayer:
         outcome = state.ran["forward"]
         forward, reason = outcome.path, outcome.reason
         backward = state.ran["backward"].path if "backward" in state.ran else None
-        readings = [outcome.reading, *reversed(state.readings().values())]
-        shares = (reading.share for reading in readings if reading is not None)
+        shares = [outcome.share, *(reading.share for reading in reversed(state.readings().values()))]
         active = next((share for share in shares if share is not None), None)
     return ExplainedLayer(
         name, mlp.hidden_size, mlp.intermediate_size, plan, forward, backward, active, reason

@@ -34,6 +34,7 @@ class Reading:
 
     pace:      stretches the calls between readings. Each layer has its own, else all layers of a model would
                be read in the same step, and that step would be slow.
+    version:   counts the readings that were looked at.
     ran:       whether the layer has run sparse before: only then are its kernels loaded, as a capture needs.
     sparse:    whether training steps run on the active set.
     switches:  how often that has changed.
@@ -50,6 +51,7 @@ class Reading:
         "ran",
         "sparse",
         "switches",
+        "version",
     )
 
     def __init__(self, pace: float = 1.0) -> None:
@@ -61,7 +63,7 @@ class Reading:
         self._arriving: np.ndarray | None = None
         self._calls, self._next = 0, 1
         self.ran = self.sparse = False
-        self.switches = 0
+        self.switches = self.version = 0
 
     @property
     def share(self) -> float | None:
@@ -74,6 +76,7 @@ class Reading:
             counts = arriving.copy()  # another thread may begin the next reading meanwhile
             if (counts >= 0).all():
                 self._share, self._arriving = float(counts.sum()) / self._slots, None
+                self.version += 1
         return self._share
 
     @property
@@ -132,6 +135,11 @@ class Reading:
         return self.sparse
 
 
+def _next_pace() -> float:
+    """From 0.75 to 1.25: multiples of the golden ratio, without their whole parts, lie far apart."""
+    return 0.75 + 0.5 * (next(_paces) * (5**0.5 - 1) / 2 % 1)
+
+
 class Kind(NamedTuple):
     """Calls that share a reading.
 
@@ -144,11 +152,15 @@ class Kind(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What was decided for a call: its path, why, and what it goes by; order: of all outcomes."""
+    """What was decided for a call: its path, why, and what it goes by; order: of all outcomes.
+
+    share: of active neurons, as it was known then.
+    """
 
     path: str
     reason: str
     reading: Reading | None
+    share: float | None
     order: int
 
 
@@ -175,7 +187,11 @@ class LayerState:
         _alive[next(_serial)] = self
 
     def note(self, phase: str, path: str, reason: str, reading: Reading | None = None) -> None:
-        self.ran[phase] = Outcome(path, reason, reading, next(_serial))
+        """What was decided; a forward begins a step, whose backward is yet to come."""
+        if phase == "forward":
+            self.ran.pop("backward", None)
+        share = None if reading is None else reading.share
+        self.ran[phase] = Outcome(path, reason, reading, share, next(_serial))
 
     def reading(self, weight: Tensor, tokens: int, training: bool) -> Reading:
         """That of calls with so many tokens; weight: the one that selects neurons, [H, D]."""
@@ -183,7 +199,7 @@ class LayerState:
         found = self._readings.get(kind)
         if found is None:
             self.size = tuple(weight.shape)
-            found = self._readings[kind] = Reading(pace=0.75 + 0.5 * (next(_paces) * _GOLDEN % 1))
+            found = self._readings[kind] = Reading(_next_pace())
         return found
 
     def readings(self) -> dict[Kind, Reading]:
@@ -214,7 +230,6 @@ class LayerState:
 
 _serial = itertools.count()
 _paces = itertools.count()
-_GOLDEN = (5**0.5 - 1) / 2  # its multiples, without their whole parts, lie as far apart as can be
 _alive: weakref.WeakValueDictionary[int, LayerState] = weakref.WeakValueDictionary()
 
 # Storage -> entries by place. A storage is one object for all tensors that share it: views and aliases that

@@ -147,6 +147,12 @@ class SparseMLP(nn.Module):
             return self._forward_through_modules(x)
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
+        if (
+            isinstance(x, Tensor)
+            and x.dtype != weights[0].dtype
+            and not torch.is_autocast_enabled(x.device.type)
+        ):
+            reject("x", f"dtype {x.dtype}", f"{weights[0].dtype}, the block's")
         # Not while tracing: a compiler would guard on it.
         layer = None if torch.compiler.is_compiling() else self._own_layer()
         output = run_ffn((x, *weights), self.activation, self.plan, self.record, compile_dense, layer)

@@ -118,6 +118,7 @@ class Prepared:
         "_spec",
         "_threads",
         "_training",
+        "_version",
     )
 
     def __init__(
@@ -127,6 +128,7 @@ class Prepared:
         self._activation, self._spec, self._plan = activation, activation.spec, plan
         self._calls = self._left = decision.ahead
         self._reading, self._reason = decision.reading, decision.reason
+        self._version = 0 if decision.reading is None else decision.reading.version
         self._outcome = decision.layer.ran["forward"]
         self._override, self._registry = _override(), registry_version()
         self._threads = torch.get_num_threads()
@@ -139,8 +141,7 @@ class Prepared:
 
         That one passed every check with operands of the same kind, so none is repeated.
         """
-        reading = self._reading
-        if self._left <= 0 or (reading is not None and reading.has_news):
+        if self._left <= 0 or self._has_news():
             return None
         if not self._holds(tensors, activation, plan):
             return None
@@ -150,8 +151,18 @@ class Prepared:
         self._left -= 1
         if self._left <= 0:
             self.settle()
-        layer.ran["forward"] = self._outcome
+        self._note(layer)
         return output
+
+    def _has_news(self) -> bool:
+        """Whether more is known of the layer than when this was decided."""
+        reading = self._reading
+        return reading is not None and (reading.has_news or reading.version != self._version)
+
+    def _note(self, layer: LayerState) -> None:
+        layer.ran["forward"] = self._outcome
+        if len(layer.ran) > 1:
+            layer.ran.pop("backward", None)  # of a step before
 
     def settle(self) -> None:
         """Tell the reading how many calls were made; none is left."""
@@ -254,7 +265,9 @@ class PreparedSparse(Prepared):
     ) -> FfnOutput | None:
         # What a token waits for in every layer, so in one go.
         reading = self._reading
-        if self._left <= 0 or (reading is not None and reading.has_news):
+        if self._left <= 0 or (
+            reading is not None and (reading.has_news or reading.version != self._version)
+        ):
             return None
         x, up, down, gate, up_bias, down_bias, gate_bias = tensors
         if not (
@@ -281,7 +294,7 @@ class PreparedSparse(Prepared):
         self._left -= 1
         if self._left <= 0:
             self.settle()
-        layer.ran["forward"] = self._outcome
+        self._note(layer)
         if listens():
             note_path(self._repeat.path, x, up.shape[0], reason=self._reason)
         return FfnOutput(y)
@@ -323,6 +336,9 @@ class PreparedStep(Prepared):
         self._operands = _Kinds(tensors)
         # Without the layer, which this belongs to: it would not be freed at once.
         self._decision = decision._replace(read=False, layer=None)
+
+    def _note(self, layer: LayerState) -> None:
+        layer.ran["forward"] = self._outcome  # its backward is the same one again
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         decision = self._decision._replace(layer=layer)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from twell.kernels.gpu import products, sums
-from twell.kernels.gpu.backward import hidden, neurons, rounds, weights
-from twell.kernels.gpu.backward.tiles import backward_tiles
+from twell.kernels.gpu.tiles import backward_tiles
+from twell.kernels.gpu.triton import combine, products, schedule, sums, weights
 
 ROWS = 128
 TYPES = {
     "pool": "*bf16", "grad": "*bf16", "grad_x": "*bf16", "grad_select": "*bf16", "grad_down": "*bf16",
     "grad_up": "*bf16", "target": "*bf16", "out": "*bf16", "grad_l1": "*fp32", "values": "*bf16",
     "places": "*i32", "spans": "*i32", "counters": "*i32", "bounds": "*i32", "frequent": "*i32",
-    "crowded": "*i32", "how_many": "*i32", "offsets": "*i32", "before": "*i32", "tokens": "*i32",
+    "overflow": "*i32", "how_many": "*i32", "offsets": "*i32", "before": "*i32", "tokens": "*i32",
     "firing": "*i32", "counts": "*i32", "rest": "*bf16",
     "rows": "i32", "chunks_per_round": "i32", "span_stride": "i32", "work_stride": "i32",
     "frequent_stride": "i32", "limit": "i32", "processors": "i32", "units": "i32", "plane": "i32",
@@ -24,7 +23,7 @@ TYPES = {
 def portable(compiled, target, capability):
     tiles = backward_tiles(target, torch.bfloat16)
     product = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    dot = {"ROWS": ROWS, "PRECISION": "ieee"}
+    dot = {"ROWS": ROWS}
 
     def build(kernel, constants, descriptors=None, types=None, **options):
         shaped = {name: f"tensordesc<bf16{shape}>" for name, shape in (descriptors or {}).items()}
@@ -32,19 +31,19 @@ def portable(compiled, target, capability):
         return kernel.__name__, compiled(kernel, constants, sources, capability, **options)
 
     constants = {"ROUNDS": 3, "CHUNK": tiles.chunk, "WIDTH": 8192, "BLOCKS": 128}
-    yield build(rounds.plan_rounds, constants, num_warps=8)
+    yield build(schedule.plan_rounds, constants, num_warps=8)
     constants = {"HAS_SELECT_BIAS": True, "HAS_UP_BIAS": True, "MATRICES": 3, "CHUNK": tiles.chunk}
     block = [ROWS, tiles.depth]
     descriptors = {"x_desc": block, "grad_desc": block}
     constants |= {"DEPTH": tiles.depth, **dot}
     yield build(products.gather_products, constants, descriptors, **product)
-    yield build(neurons.count_tokens, {"NEURONS": 32, "GROUP": 128})
+    yield build(schedule.count_tokens, {"NEURONS": 32, "GROUP": 128})
     constants = {"NEURONS": tiles.neurons, "CANDIDATES": 6, "WIDTH": 8192}
-    yield build(neurons.order_neurons, constants, types={"tokens": "i32"}, num_warps=16)
+    yield build(schedule.order_neurons, constants, types={"tokens": "i32"}, num_warps=16)
     constants = {"HAS_L1": True, "GATED": True, "SQUARE": False, "RARE": True, "CHUNK": tiles.chunk}
-    yield build(hidden.combine, constants | {"ENTRIES": tiles.entries, "ROWS": ROWS}, num_warps=4)
+    yield build(combine.combine, constants | {"ENTRIES": tiles.entries, "ROWS": ROWS}, num_warps=4)
     constants = {"PLANES": 2, "SPANS": 1, "PACKED": True, "HAS_BIAS": False, "LATER": 1, "HAS_REST": True}
-    constants |= {"CROWDED_ONLY": False, "WIDTH": tiles.width, "DEPTH": tiles.depth, **dot}
+    constants |= {"OVERFLOWED_ONLY": False, "WIDTH": tiles.width, "DEPTH": tiles.depth, **dot}
     yield build(sums.gathered_sums, constants, {"v_desc": [tiles.depth, ROWS]}, **product)
     constants = {"FIRST": 0, "MATRICES": 3, "NEURONS": tiles.neurons, "WIDTH": tiles.width, **dot}
     block = [ROWS, tiles.width]
@@ -61,8 +60,7 @@ def portable(compiled, target, capability):
 
 
 def hopper(compiled, layout, descriptor):
-    from twell.kernels.gpu import hopper_products
-    from twell.kernels.gpu.backward import hopper_hidden, hopper_weights
+    from twell.kernels.gpu.hopper import combine, products, weights
 
     def build(kernel, constants, descriptors, types=None):
         sources = TYPES | (types or {}) | {name: descriptor(*shape) for name, shape in descriptors.items()}
@@ -72,12 +70,12 @@ def hopper(compiled, layout, descriptor):
         constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "MATRICES": 3, "CHUNK": 128}
         constants |= {"W_LAYOUT": layout(128, 64), "STAGES": 6}
         descriptors = {"x_desc": (rows, 64), "grad_desc": (rows, 64)}
-        yield build(hopper_products.gather_products_hopper, constants, descriptors)
+        yield build(products.gather_products_hopper, constants, descriptors)
     for rare in (False, True):
         constants = {"HAS_L1": rare, "GATED": True, "SQUARE": False, "RARE": rare, "CHUNK": 128}
-        yield build(hopper_hidden.combine_hopper, constants | {"ENTRIES": 8, "ROWS": 128}, {})
+        yield build(combine.combine_hopper, constants | {"ENTRIES": 8, "ROWS": 128}, {})
     constants = {"MATRICES": 3, "NEURONS": 128, "V_LAYOUT": layout(128, 64), "STAGES": 4}
     descriptors = {"x_desc": (64, 256), "grad_desc": (64, 256)}
     sums = dict.fromkeys(("grad_select", "grad_down", "grad_up"), "*fp32")
-    yield build(hopper_weights.frequent_weights_hopper, constants | {"ADD": False}, descriptors)
-    yield build(hopper_weights.frequent_weights_hopper, constants | {"ADD": True}, descriptors, sums)
+    yield build(weights.frequent_weights_hopper, constants | {"ADD": False}, descriptors)
+    yield build(weights.frequent_weights_hopper, constants | {"ADD": True}, descriptors, sums)

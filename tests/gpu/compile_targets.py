@@ -16,11 +16,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from twell.kernels.gpu import few, lists, products, row_apply, row_pack, select, statistics, sums
-from twell.kernels.gpu.few_tokens import few_tiles
-from twell.kernels.gpu.rows import row_tiles
-from twell.kernels.gpu.target import Target
+from twell.kernels.gpu.decode import decode_tiles
+from twell.kernels.gpu.device import Gpu
+from twell.kernels.gpu.row import apply, pack
+from twell.kernels.gpu.row.run import row_tiles
 from twell.kernels.gpu.tiles import block_tiles
+from twell.kernels.gpu.triton import decode, products, select, statistics, sums
 
 from . import compile_backward
 
@@ -80,13 +81,12 @@ def spilled_bytes(kernel) -> int:
 def portable_target(capability):
     """With the shared memory of A100, H100 and B200."""
     memory = {80: 166_912, 90: 232_448, 100: 232_448}[capability]
-    return Target(name="", capability=divmod(capability, 10), processors=100, shared_memory=memory)
+    return Gpu(name="", capability=divmod(capability, 10), processors=100, shared_memory=memory)
 
 
 def portable(capability):
     target = portable_target(capability)  # tiles are what the launchers would choose there
     tiles = block_tiles(target, torch.bfloat16, 1 << 16, 5632, 0)
-    dot = {"PRECISION": "ieee"}
     x = f"tensordesc<bf16[{tiles.rows}, {tiles.select_depth}]>"
     w = f"tensordesc<bf16[{tiles.select_neurons}, {tiles.select_depth}]>"
     hidden = f"tensordesc<bf16[{tiles.down_depth}, {tiles.rows}]>"
@@ -95,36 +95,39 @@ def portable(capability):
     constants |= {"ROWS": tiles.rows, "DEPTH": tiles.select_depth}
     options = {"num_warps": tiles.select_warps, "num_stages": tiles.select_stages}
     descriptors = {"x_desc": x, "w_desc": w}
-    kernel = compiled(select.select_blocks, constants | dot, descriptors, capability, **options)
+    kernel = compiled(select.select_blocks, constants, descriptors, capability, **options)
     yield "select_blocks", kernel
 
     constants = {"CHUNK": tiles.up_chunk, "WIDTH": 8192, "FILL": 256}
-    yield "list_active", compiled(lists.list_active, constants, {}, capability, num_warps=8)
+    yield "list_active", compiled(select.list_active, constants, {}, capability, num_warps=8)
 
     constants = {"HAS_BIAS": True, "CHUNK": tiles.up_chunk, "ROWS": tiles.rows, "DEPTH": tiles.up_depth}
     options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
-    yield "up_blocks", compiled(products.up_blocks, constants | dot, {"x_desc": x}, capability, **options)
+    yield "up_blocks", compiled(products.up_blocks, constants, {"x_desc": x}, capability, **options)
 
     for packed in (True, False):
         constants = {"PLANES": 1, "SPANS": 0, "PACKED": packed, "HAS_BIAS": False, "LATER": 0}
-        constants |= {"HAS_REST": False, "CROWDED_ONLY": False}
+        constants |= {"HAS_REST": False, "OVERFLOWED_ONLY": False}
         constants |= {"WIDTH": tiles.down_width, "ROWS": tiles.rows, "DEPTH": tiles.down_depth}
         options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
         descriptors = {"v_desc": hidden if packed else "*bf16"}
-        kernel = compiled(sums.gathered_sums, constants | dot, descriptors, capability, **options)
+        kernel = compiled(sums.gathered_sums, constants, descriptors, capability, **options)
         yield f"gathered_sums packed={packed}", kernel
 
     for tokens in (1, 16, 64):
-        few_ = few_tiles(target, torch.bfloat16, tokens, 5632, 2048)
-        shared = {"NEURONS": few_.neurons, "ROWS": few_.rows, "CHAINED": capability >= 90, **dot}
+        few_ = decode_tiles(target, torch.bfloat16, tokens, 5632, 2048)
+        shared = {"NEURONS": few_.neurons, "ROWS": few_.rows, "CHAINED": capability >= 90}
         constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "GATED": True, "SQUARE": False}
         constants |= shared | {"DEPTH": few_.depth}
         options = {"num_warps": few_.warps, "num_stages": few_.stages}
-        kernel = compiled(few.few_select_up, constants, {}, capability, **options)
-        yield f"few_select_up tokens={tokens}", kernel
+        kernel = compiled(decode.decode_select_up, constants, {}, capability, **options)
+        yield f"decode_select_up tokens={tokens}", kernel
         constants = {"HAS_BIAS": False, "TILES": few_.side, "WIDTH": few_.width, **shared}
         options = {"num_warps": few_.down_warps, "num_stages": few_.down_stages}
-        yield f"few_down tokens={tokens}", compiled(few.few_down, constants, {}, capability, **options)
+        yield (
+            f"decode_down tokens={tokens}",
+            compiled(decode.decode_down, constants, {}, capability, **options),
+        )
 
     yield from rows_kernels(target, capability)
     tile = {"NEURONS": 32, "ROWS": tiles.rows}
@@ -142,12 +145,12 @@ def rows_kernels(target, capability):
         shapes = {"x": [tiles.pack_tokens, tiles.pack_depth], "w": [tiles.tile, tiles.pack_depth]}
         sources = {name: f"tensordesc<bf16{shape}>" for name, shape in shapes.items()}
     options = {"num_warps": tiles.pack_warps, "num_stages": tiles.pack_stages}
-    yield "pack_rows", compiled(row_pack.pack_rows, constants | words, sources, capability, **options)
+    yield "pack_rows", compiled(pack.pack_rows, constants | words, sources, capability, **options)
     constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "HAS_DOWN_BIAS": False, "GATED": True}
     constants |= {"SQUARE": False, "TILES": 32, "GROUP": tiles.apply_group, "DEPTH": tiles.apply_depth}
     constants |= words | {"WIDTH": tiles.apply_width}
     options = {"num_warps": tiles.apply_warps}
-    yield "apply_rows", compiled(row_apply.apply_rows, constants, {}, capability, **options)
+    yield "apply_rows", compiled(apply.apply_rows, constants, {}, capability, **options)
 
 
 def layout(*shape):
@@ -161,48 +164,42 @@ def descriptor(*shape):
 
 
 def hopper():
-    from twell.kernels.gpu import (
-        hopper_few_down,
-        hopper_few_select,
-        hopper_gathered_sums,
-        hopper_products,
-        hopper_select,
-    )
-    from twell.kernels.gpu.hopper_few import hopper_few_tiles
+    from twell.kernels.gpu.hopper import decode_down, decode_select, products, select, sums
+    from twell.kernels.gpu.hopper.decode import hopper_decode_tiles
 
-    target = Target(name="", capability=(9, 0), processors=132, shared_memory=232_448)
+    target = Gpu(name="", capability=(9, 0), processors=132, shared_memory=232_448)
     options = {"gluon": True, "num_warps": 4}
     for rows, bias in ((128, False), (128, True), (64, False)):
         name = f"rows={rows} bias={bias}"
         constants = {"ROWS": rows, "HAS_BIAS": bias, "PLAIN": not bias, "SQUARE": bias, "STAGES": 4}
         sources = {"x_desc": descriptor(2 * rows, 64), "w_desc": descriptor(16384 // rows, 64)}
-        kernel = compiled(hopper_select.select_blocks_hopper, constants, sources, 90, **options)
+        kernel = compiled(select.select_blocks_hopper, constants, sources, 90, **options)
         yield f"select_blocks_hopper {name}", kernel
         constants = {"CHUNK": 128, "W_LAYOUT": layout(128, 64), "HAS_BIAS": bias, "STAGES": 6}
         sources = {"x_desc": descriptor(rows, 64)}
         yield (
             f"up_blocks_hopper {name}",
-            compiled(hopper_products.up_blocks_hopper, constants, sources, 90, **options),
+            compiled(products.up_blocks_hopper, constants, sources, 90, **options),
         )
     for planes, spans, bias, later in ((1, 0, False, 0), (1, 0, True, 0), (2, 1, False, 0), (2, 1, False, 1)):
         constants = {"PLANES": planes, "SPANS": spans, "HAS_BIAS": bias, "LATER": later}
         constants |= {"W_LAYOUT": layout(64, 256), "STAGES": 3}
         sources = {"v_desc": descriptor(64, 128), "out_desc": descriptor(64, 256)}
-        kernel = compiled(hopper_gathered_sums.gathered_sums_hopper, constants, sources, 90, **options)
+        kernel = compiled(sums.gathered_sums_hopper, constants, sources, 90, **options)
         yield f"gathered_sums_hopper planes={planes} bias={bias} later={later}", kernel
     for tokens, features, bias in ((1, 2048, False), (32, 2048, True), (32, 4096, True), (64, 2048, False)):
-        few_ = hopper_few_tiles(target, tokens, features, features)
+        few_ = hopper_decode_tiles(target, tokens, features, features)
         constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "GATED": True, "SQUARE": bias}
         constants |= {"X_TILES": few_.x_tiles, "GATHERED": few_.gathered, "STAGES": few_.stages}
         constants["RESIDENT"] = few_.resident
         sources = {name: descriptor(64, 128) for name in ("select_desc", "up_desc")}
         sources["x_desc"] = descriptor(few_.rows, 128)
-        kernel = compiled(hopper_few_select.few_select_up_hopper, constants, sources, 90, **options)
-        yield f"few_select_up_hopper tokens={tokens} features={features} bias={bias}", kernel
+        kernel = compiled(decode_select.decode_select_up_hopper, constants, sources, 90, **options)
+        yield f"decode_select_up_hopper tokens={tokens} features={features} bias={bias}", kernel
         constants = {"HAS_BIAS": bias, "ROWS": few_.rows, "PART": few_.part, "WIDTH": few_.width}
         constants |= {"TILES": few_.side}
-        kernel = compiled(hopper_few_down.few_down_hopper, constants, {}, 90, gluon=True, num_warps=8)
-        yield f"few_down_hopper tokens={tokens} features={features} bias={bias}", kernel
+        kernel = compiled(decode_down.decode_down_hopper, constants, {}, 90, gluon=True, num_warps=8)
+        yield f"decode_down_hopper tokens={tokens} features={features} bias={bias}", kernel
 
 
 def backward(target):

@@ -170,7 +170,7 @@ def test_row_path(shape, compression):
     from twell.activations import Activation
     from twell.kernels.args import FfnArgs
     from twell.kernels.gpu.operands import prepare
-    from twell.kernels.gpu.rows import run_rows
+    from twell.kernels.gpu.row.run import run_rows
 
     hidden, neurons = shape
     up, down, gate = weights(hidden, neurons)
@@ -247,7 +247,7 @@ def test_cuda_graph(count):
     assert y.shape == captured.shape
 
 
-@pytest.mark.parametrize(("nnz", "path"), [(4096, "dense"), (24, "few")])
+@pytest.mark.parametrize(("nnz", "path"), [(4096, "dense"), (24, "decode")])
 def test_automatic_plan_learns_how_active_a_layer_is(nnz, path):
     """Eager calls take readings; they and a capture then go by them."""
     up, down, gate = weights(1024, 4096)
@@ -258,11 +258,11 @@ def test_automatic_plan_learns_how_active_a_layer_is(nnz, path):
             ffn(x, up, down, gate)
             torch.cuda.synchronize()
         (reading,) = layer_of(gate).readings().values()
-        assert (reading.share <= 0.1) == (path == "few")
+        assert (reading.share <= 0.1) == (path == "decode")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = ffn(x, up, down, gate)
-    assert [piece.path for piece in ran] == ["few", path, path, path]
+    assert [piece.path for piece in ran] == ["decode", path, path, path]
     graph.replay()
     assert_exact(y, x, up, down, gate)
 
@@ -286,8 +286,8 @@ def test_a_llama_with_sparse_mlps_compiles_whole(mode, monkeypatch):
     from twell.kernels.gpu import forward
 
     launched = []
-    run_few = forward.run_few
-    monkeypatch.setattr(forward, "run_few", lambda *given: launched.append(1) or run_few(*given))
+    run_decode = forward.run_decode
+    monkeypatch.setattr(forward, "run_decode", lambda *given: launched.append(1) or run_decode(*given))
     config = transformers.LlamaConfig(
         hidden_size=256,
         intermediate_size=1024,
@@ -332,16 +332,16 @@ def test_slabs(monkeypatch):
     fire(gate, 40)
     x = tokens_of(40000, 512)
     whole = ffn(x, up, down, gate, plan=Plan(path="block"))
-    monkeypatch.setattr("twell.kernels.gpu.blocks.WORKSPACE_BYTES", 100 << 20)
+    monkeypatch.setattr("twell.kernels.gpu.block.WORKSPACE_BYTES", 100 << 20)
     assert torch.equal(ffn(x, up, down, gate, plan=Plan(path="block")), whole)
 
 
 def test_token_counts_do_not_compile_anew():
     """A capture must never meet a kernel that was not loaded: one per kind of call, whatever the tokens."""
-    from twell.kernels.gpu.few import few_down, few_select_up
-    from twell.kernels.gpu.hopper_few import few_down_hopper, few_select_up_hopper
+    from twell.kernels.gpu.hopper.decode import decode_down_hopper, decode_select_up_hopper
+    from twell.kernels.gpu.triton.decode import decode_down, decode_select_up
 
-    kernels = (few_select_up, few_down, few_select_up_hopper, few_down_hopper)
+    kernels = (decode_select_up, decode_down, decode_select_up_hopper, decode_down_hopper)
     up, down, gate = weights(512, 2048)
     fire(gate, 40)
 

@@ -37,7 +37,7 @@ def check(tensors, biases, activation, plan):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 33])
-@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+@pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
 def test_matches_the_oracle(interpreted, dtype, gated, tokens, rows):
     tensors, biases = block(tokens, dtype=dtype, gated=gated)
     check(tensors, biases, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
@@ -45,7 +45,7 @@ def test_matches_the_oracle(interpreted, dtype, gated, tokens, rows):
 
 @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+@pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
 def test_activations_and_biases(interpreted, activation, gated, rows):
     # float32: in 16 bits a pre-activation next to the threshold may fall on either side of it
     tensors, biases = block(21, dtype=torch.float32, gated=gated, bias=True)
@@ -53,14 +53,14 @@ def test_activations_and_biases(interpreted, activation, gated, rows):
 
 
 @pytest.mark.parametrize("nnz", [0, 1, NEURONS])
-@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+@pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_from_none_to_all_active(interpreted, nnz, rows, tokens):
     tensors, biases = block(tokens, nnz=nnz)
     check(tensors, biases, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
 
 
-@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+@pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
 def test_a_nan_gate_reaches_the_output(interpreted, rows):
     (x, up, down, gate), _ = block(20)
     x = x.clone()
@@ -70,7 +70,7 @@ def test_a_nan_gate_reaches_the_output(interpreted, rows):
     assert not torch.isnan(y[:3]).any()
 
 
-@pytest.mark.parametrize("rows", [0, 16], ids=["few", "block"])
+@pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
 def test_an_inactive_token_keeps_its_zero_beside_an_infinite_up(interpreted, rows):
     """Token 1 activates neuron 0, token 0 does not; token 0's up value overflows: 0 x inf must stay 0."""
     up, gate, x = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(2, 8)
@@ -118,7 +118,7 @@ def test_slabs_of_tokens_give_the_same(interpreted, monkeypatch):
     tensors, _ = block(70)
     plan = Plan(path="block", block_rows=16, backend=interpreted)
     whole = ffn(*tensors, plan=plan)
-    monkeypatch.setattr("twell.kernels.gpu.blocks.WORKSPACE_BYTES", 2 * 2 * NEURONS * 16 * 2)
+    monkeypatch.setattr("twell.kernels.gpu.block.WORKSPACE_BYTES", 2 * 2 * NEURONS * 16 * 2)
     assert torch.equal(ffn(*tensors, plan=plan), whole)
 
 
@@ -171,7 +171,7 @@ def test_what_32_bits_cannot_index_runs_dense_and_says_so(interpreted, limit, mo
     monkeypatch.setattr("twell._log._logged", set())
     tensors, _ = block(5)
     plan = Plan(path="block", backend=interpreted)
-    for allowed, path in ((limit, "dense"), (NEURONS * 128 + 1, "few")):
+    for allowed, path in ((limit, "dense"), (NEURONS * 128 + 1, "decode")):
         monkeypatch.setattr(sizes, "_INDEX_LIMIT", allowed)
         with recorded_paths() as ran:
             ffn(*tensors, plan=plan)

@@ -235,7 +235,7 @@ def test_an_automatic_plan_reads_on_the_way(nnz, count):
     assert shares[0] == pytest.approx(union, abs=0.02)
     assert shares[-1] == pytest.approx(union, abs=0.02)
     paths = [piece.path for piece in ran]
-    sparse = "few" if count <= 64 else "block"
+    sparse = "decode" if count <= 64 else "block"
     assert paths[0] == sparse
     assert paths[1:] == [sparse if nnz == 24 else "dense"] * 19
     assert ("dense" in str(explain(module))) == (nnz != 24)

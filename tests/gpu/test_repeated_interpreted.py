@@ -69,7 +69,7 @@ def test_other_tokens_and_weights_that_have_moved(interpreted, only_repeated, ga
                 tensor.data = tensor.data * 2
             check(x, up, down, gate, plan=plan, **biases)
             del keep
-    assert [piece.path for piece in ran] == ["few" if rows == 0 else "block"] * 6
+    assert [piece.path for piece in ran] == ["decode" if rows == 0 else "block"] * 6
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_other_numbers_of_tokens(interpreted, only_repeated, rows, first, others
 @pytest.mark.parametrize("workspace", [64 << 10, 2 << 30], ids=["slabs", "small-blocks"])
 def test_a_number_of_tokens_that_takes_other_grids(interpreted, monkeypatch, workspace):
     """In the same bucket, but with several slabs, or blocks smaller than usual."""
-    monkeypatch.setattr("twell.kernels.gpu.blocks.WORKSPACE_BYTES", workspace)
+    monkeypatch.setattr("twell.kernels.gpu.block.WORKSPACE_BYTES", workspace)
     plan = Plan(path="block", block_rows=16, backend=interpreted)
     (x, up, down, gate), _ = operands_of(113, dtype=torch.float32)
     down = down.mT.contiguous().mT
@@ -116,7 +116,7 @@ def test_no_tokens_after_some(interpreted):
 def test_numbers_of_one_bucket_take_the_same_tiles_and_grids():
     kinds = {}
     for tokens in range(1, 600):
-        few = tokens <= sizes.FEW_TOKENS
+        few = tokens <= sizes.DECODE_TOKENS
         sixteens = -(-tokens // 16) if few else 0  # of few tokens, what the smallest tiles take
         kind = (1 << (tokens - 1).bit_length(), sixteens) if few else -(-tokens // 128)
         assert kinds.setdefault(sizes.bucket(tokens), kind) == kind
@@ -298,7 +298,7 @@ class TestSteps:
         operands = block(6, **SMALL)
         operands["down"] = operands["down"].mT.contiguous().mT
         want = steps(operands, plan)
-        monkeypatch.setattr("twell.kernels.gpu.backward.run.BackwardStages", None)
+        monkeypatch.setattr("twell.kernels.gpu.backward.run.BackwardLaunches", None)
         monkeypatch.setattr("twell.kernels.gpu.training.gpu_backward", None)
         with recorded_paths() as ran:
             found = steps(operands, plan)

@@ -11,9 +11,9 @@ from twell import reference
 from twell.activations import Activation
 from twell.formats.row import TwELL
 from twell.kernels.args import FfnArgs
-from twell.kernels.gpu import rows
+from twell.kernels.gpu.device import gpu_of
 from twell.kernels.gpu.operands import prepare
-from twell.kernels.gpu.target import target_of
+from twell.kernels.gpu.row import run as rows
 from twell.synthetic import make_ffn
 
 from ..accuracy import assert_accurate, stock_dense
@@ -137,7 +137,7 @@ def test_a_nan_is_active_and_nothing_past_the_borders_is(form):
     (x, up, down, gate), biases = integers()
     x[3, 5], gate[7, 2] = float("nan"), float("nan")
     operands = operands_of((x, up, down, gate), biases)
-    target = target_of(x.device)
+    target = gpu_of(x.device)
     tiles = rows.row_tiles(target, HIDDEN, HIDDEN)
     words = torch.full((64, 2 * 8), -1, dtype=torch.int32)  # as many tokens as the matmul tiles cover
     rows._launch_pack(operands, operands.x, words, target, tiles, 8)
@@ -226,7 +226,7 @@ def test_refusals():
 )
 def test_tiles_of_real_devices(features, outputs, slices, depth):
     for capability in [(8, 0), (9, 0), (10, 0)]:
-        target = replace(target_of(torch.device("cpu")), capability=capability)
+        target = replace(gpu_of(torch.device("cpu")), capability=capability)
         tiles = rows.row_tiles(target, features, outputs)
         assert tiles.tile == 256
         assert tiles.pack_hopper == (capability == (9, 0))

@@ -12,16 +12,16 @@ from twell import (
     Plan,
     SparseMLP,
     accumulate_in_place,
-    crowded_steps,
     ffn,
     ffn_with_stats,
+    overflowed_steps,
     recorded_paths,
     training_states,
 )
 from twell.activations import Activation
 from twell.kernels.gpu import sizes
 
-from ..training import expect_a_crowd
+from ..training import expect_overflow
 from .test_device import fire, tokens_of, weights
 
 pytestmark = [
@@ -127,18 +127,18 @@ def test_other_numbers_of_outputs(outputs, gated, rows):
         assert_accurate((tokens_of(1000, 256), up, down, gate), plan=plan)
 
 
-def test_a_crowd_that_is_expected_goes_one_round(monkeypatch):
+def test_an_expected_overflow_goes_one_round(monkeypatch):
     monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 0)
-    expect_a_crowd(monkeypatch)
+    expect_overflow(monkeypatch)
     up, down, gate = weights(512, 2048)
-    before = crowded_steps()
+    before = overflowed_steps()
     for nnz in (24, 900, 2048):
         fire(gate, nnz)
         assert_accurate((tokens_of(3000, 512), up, down, gate))
     up, down, gate = weights(256, 5632)
     fire(gate, 3000)
     assert_accurate((tokens_of(65536, 256), up, down, gate))  # the largest room: 2.2 GB
-    assert crowded_steps() == before
+    assert overflowed_steps() == before
 
 
 @pytest.mark.parametrize("needed", range(4), ids=["x", "up", "down", "gate"])
@@ -180,9 +180,9 @@ def test_rows_of_a_block(rows):
 
 
 def test_the_portable_kernels(monkeypatch):
-    from twell.kernels.gpu.backward.stages import BackwardStages
+    from twell.kernels.gpu.backward_launches import BackwardLaunches
 
-    monkeypatch.setattr(BackwardStages, "_hopper_fits", lambda self: False)
+    monkeypatch.setattr(BackwardLaunches, "_hopper_fits", lambda self: False)
     up, down, gate = weights(512, 2048)
     for nnz in (20, 2048):
         fire(gate, nnz)

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from twell import (
     Plan,
     accumulate_in_place,
-    crowded_steps,
     ffn,
     ffn_with_stats,
     ops,
+    overflowed_steps,
     policy,
     recorded_paths,
     reference,
@@ -26,7 +26,7 @@ from twell.kernels.gpu import sizes
 from twell.layer_state import layer_of
 
 from ..accuracy import assert_accurate, stock_dense
-from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_a_crowd, gradients
+from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients
 from .test_interpreted import NEURONS
 
 
@@ -62,17 +62,17 @@ def test_activations_and_biases(interpreted, activation, gated):
 )
 def test_from_none_to_all_active(interpreted, nnz, crowded):
     """The pool holds a third of all neurons: more go in rounds, with the same result, and are counted."""
-    before = crowded_steps()
+    before = overflowed_steps()
     check(block(19, nnz=nnz, dtype=torch.float32), "relu", interpreted)
-    assert crowded_steps() - before == crowded
+    assert overflowed_steps() - before == crowded
 
 
 @pytest.mark.parametrize(("nnz", "gated"), [(1, True), (40, False), (NEURONS, True), (NEURONS, False)])
 def test_with_room_for_all_neurons_there_is_one_round(interpreted, monkeypatch, nnz, gated):
     monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 1 << 30)
-    before = crowded_steps()
+    before = overflowed_steps()
     check(block(20, nnz=nnz, dtype=torch.float32, gated=gated, bias=True), "relu", interpreted)
-    assert crowded_steps() == before
+    assert overflowed_steps() == before
 
 
 @pytest.mark.usefixtures("rounds")
@@ -90,11 +90,11 @@ def test_rounds_do_not_round(interpreted, gated, value):
     operands["x"].mul_(0.1)
     operands["down"].fill_(0.25)
     if value is None:
-        before = crowded_steps()
+        before = overflowed_steps()
         ours, stock = (gradients(operands, run)["x"] for run in (run_block(interpreted), stock_dense))
         exact = gradients(operands, lambda **tensors: reference.ffn(**tensors).y, dtype=torch.float64)["x"]
         assert_accurate(ours, exact, stock)
-        assert crowded_steps() > before
+        assert overflowed_steps() > before
         return
     operands["down"][0, 0] = value  # reaches the gradients of x, of every token
     for gradient in (gradients(operands, run_block(interpreted))["x"], gradients(operands, stock_dense)["x"]):
@@ -128,15 +128,15 @@ def test_other_numbers_of_outputs(interpreted, outputs):
 
 
 @pytest.mark.usefixtures("rounds")
-def test_a_crowd_that_is_expected_goes_one_round(interpreted, monkeypatch):
-    expect_a_crowd(monkeypatch)
-    before = crowded_steps()
+def test_an_expected_overflow_goes_one_round(interpreted, monkeypatch):
+    expect_overflow(monkeypatch)
+    before = overflowed_steps()
     check(block(40, nnz=60), "relu", interpreted)
-    assert crowded_steps() == before
+    assert overflowed_steps() == before
 
 
 def test_several_slabs(interpreted, monkeypatch):
-    from twell.kernels.gpu import blocks
+    from twell.kernels.gpu import block as blocks
 
     monkeypatch.setattr(blocks, "WORKSPACE_BYTES", 64 << 10)
     check(block(150, dtype=torch.float32), "relu", interpreted)

@@ -92,6 +92,24 @@ def test_layers_compiled_inside_their_checkpoints(fresh_compiler):
         torch.testing.assert_close(sparse.eval()(ids).logits, eager.eval()(ids).logits)
 
 
+def test_a_copy_of_a_model_compiled_inside_runs_its_own_layers(fresh_compiler):
+    sparse, ids = sparse_model().train(), tokens()
+    sparse.gradient_checkpointing_enable({"use_reentrant": False})
+    hf.compile_inside_checkpoints(sparse, backend="aot_eager")
+    sparse.model(ids)
+    copied, plain = copy.deepcopy(sparse), sparse_model().train()
+    plain.load_state_dict(sparse.state_dict())
+    for model in (copied, plain):
+        with torch.no_grad():
+            for parameter in model.model.layers.parameters():
+                parameter.mul_(1.5)
+    expected, found = (model.model(ids).last_hidden_state for model in (plain, copied))
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in copied.model.layers.parameters())
+    assert all(parameter.grad is None for parameter in sparse.parameters())
+
+
 def test_compiling_inside_checkpoints_wants_checkpoints():
     with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
         hf.compile_inside_checkpoints(sparse_model())

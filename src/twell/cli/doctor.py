@@ -98,12 +98,12 @@ def _print_decisions(console: Console, device: str) -> None:
 def _limits() -> dict[str, str]:
     """What automatic plans on the current GPU go by."""
     from ..crossover.gpu import cache_file, tuned_shapes
-    from ..kernels.gpu.target import target_of
+    from ..kernels.gpu.device import gpu_of
 
-    target = target_of(torch.device("cuda"))
-    built_in = "measured on an H200" if target.hopper else "none: dense until `twell tune` has run"
-    tuned = ", ".join(tuned_shapes(target.name)) or "none"
-    return {"built in": built_in, "tuned shapes": tuned, "kept in": str(cache_file(target.name))}
+    gpu = gpu_of(torch.device("cuda"))
+    built_in = "measured on an H200" if gpu.hopper else "none: dense until `twell tune` has run"
+    tuned = ", ".join(tuned_shapes(gpu.name)) or "none"
+    return {"built in": built_in, "tuned shapes": tuned, "kept in": str(cache_file(gpu.name))}
 
 
 # D, H and dtype of a typical block.

@@ -24,7 +24,7 @@ _MANY = {65: 0.0, 768: 0.35, 1536: 0.6, 4096: 0.8, 8192: 1.0}
 _HOPPER = {1: 0.5, 33: 0.25, **_MANY}
 _HOPPER_WIDE = {1: 0.4, 17: 0.15, 33: 0.08, **_MANY}
 _WIDE = 2048  # features that are not yet wide
-_FEW_MEASURED = range(
+_DECODE_MEASURED = range(
     1024, 5633
 )  # features for which few tokens were: beyond, x of 16 tokens does not fit either
 _HOPPER_UNKNOWN = {1: 0.0, **_MANY}
@@ -57,7 +57,7 @@ def share_limit(gpu: str, measured: bool, shape: Shape, tokens: int) -> float:
 
 
 def _built_in(hidden: int) -> dict[int, float]:
-    if hidden not in _FEW_MEASURED:
+    if hidden not in _DECODE_MEASURED:
         return _HOPPER_UNKNOWN
     return _HOPPER if hidden <= _WIDE else _HOPPER_WIDE
 

@@ -47,7 +47,7 @@ HUB_OPTIONS = (
 _SHARED_OPTIONS = ("dtype", "torch_dtype", "attn_implementation")
 
 
-class Target(NamedTuple):
+class Gpu(NamedTuple):
     """Where a checkpoint's tensor goes: its stock key, and whether it must be transposed."""
 
     key: str
@@ -66,11 +66,11 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], config: SparsityConfig)
     }
 
 
-def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig) -> dict[str, Target]:
+def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig) -> dict[str, Gpu]:
     """Where every tensor of a checkpoint goes, by key; those that are to be ignored are left out."""
     sizes = config.neurons_per_layer()
     spellings = _spellings(config.sparsity_gated_mlp, getattr(config, "mlp_bias", False))
-    targets: dict[str, Target] = {}
+    targets: dict[str, Gpu] = {}
     found: dict[int, dict[str, str]] = {layer: {} for layer in range(len(sizes))}
     for key, shape in shapes.items():
         if _IGNORED.search(key):
@@ -78,7 +78,7 @@ def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig)
         match = _MLP_KEY.fullmatch(key)
         layer = int(match["layer"]) if match else -1
         if layer not in found:
-            targets[key] = Target(key)
+            targets[key] = Gpu(key)
             continue
         if match["name"] not in spellings:
             reject("checkpoint", f"the unknown key {key!r}", _accepted(spellings, config))
@@ -90,7 +90,7 @@ def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig)
         wanted = wanted[::-1] if transposed else wanted
         if tuple(shape) != wanted:
             reject("checkpoint", f"{key!r} of shape {tuple(shape)}", f"{wanted}, by the config")
-        targets[key] = Target(match["block"] + name, transposed)
+        targets[key] = Gpu(match["block"] + name, transposed)
     needed = {name for name, _ in spellings.values()}
     for layer, names in found.items():
         if missing := sorted(needed - names.keys()):

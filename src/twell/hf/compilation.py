@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -36,15 +38,24 @@ def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
     for layer in layers:
         for mlp in sparse_mlps(layer):
             mlp.eager = True
-        layer._gradient_checkpointing_func = _compiled_inside(
-            layer._gradient_checkpointing_func, torch.compile(layer._call_impl, **options)
-        )
+        layer._gradient_checkpointing_func = _compiled_inside(layer._gradient_checkpointing_func, options)
 
 
-def _compiled_inside(checkpoint: Callable[..., Any], compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _compiled_inside(checkpoint: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def run(function: Callable[..., Any], *arguments: Any) -> Any:
         # transformers hands over the layer's call with its keyword arguments bound.
-        keywords = function.keywords if isinstance(function, partial) else {}
-        return checkpoint(partial(compiled, **keywords), *arguments)
+        call, keywords = (
+            (function.func, function.keywords) if isinstance(function, partial) else (function, {})
+        )
+        return checkpoint(partial(_compiled_call(call.__self__, options), **keywords), *arguments)
 
     return torch.compiler.disable(run, reason="its layer is compiled inside of it")
+
+
+def _compiled_call(layer: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+    """The layer's call, compiled when it is first needed."""
+    owner, compiled = layer.__dict__.get("_compiled_inside", (None, None))
+    if owner is None or owner() is not layer:  # a deep copy has what the original compiled
+        compiled = torch.compile(layer._call_impl, **options)
+        layer.__dict__["_compiled_inside"] = weakref.ref(layer), compiled
+    return compiled

@@ -41,8 +41,6 @@ def decide(
     else:
         decision = _named(args, resolution, layer, training, record)
     layer.note("forward", decision.path, decision.reason, decision.reading)
-    if not training:
-        layer.ran.pop("backward", None)
     return decision
 
 

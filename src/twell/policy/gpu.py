@@ -7,15 +7,15 @@ import torch
 from .._log import log_once
 from ..crossover.gpu import Shape, share_limit
 from ..kernels.args import Decision, FfnArgs
+from ..kernels.gpu.device import gpu_of
 from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (
+    DECODE_TOKENS,
     DEFAULT_ROWS,
-    FEW_TOKENS,
     out_of_reach,
     out_of_reach_of_training,
     whole_blocks,
 )
-from ..kernels.gpu.target import target_of
 from ..layer_state import LayerState
 
 # 768 tokens at D 2048, H 5632. With less work, and more than few tokens, sparse was seen to lose.
@@ -156,21 +156,21 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
         )
         log_once(f"running dense for few tokens: {reason}")
         return 0.0, reason
-    target = target_of(args.x.device)
+    gpu = gpu_of(args.x.device)
     # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
     # features, with few tokens or with much work. Anything else has to be tuned.
     much = operations(args) >= BLOCK_OPERATIONS
-    measured = target.hopper and hidden % 64 == 0 and (tokens <= FEW_TOKENS or much)
-    limit = share_limit(target.name, measured, Shape(hidden, neurons, gated), tokens)
-    if limit <= 0 and not target.hopper:
+    measured = gpu.hopper and hidden % 64 == 0 and (tokens <= DECODE_TOKENS or much)
+    limit = share_limit(gpu.name, measured, Shape(hidden, neurons, gated), tokens)
+    if limit <= 0 and not gpu.hopper:
         reason = (
-            f"on {target.name} where sparse pays is not known; "
+            f"on {gpu.name} where sparse pays is not known; "
             f"`twell tune --hidden {hidden} --neurons {neurons}` measures it"
         )
         log_once(f"running dense: {reason}")
         return 0.0, reason
     reason = f"where sparse pays was not measured for {tokens:,} tokens at D {hidden}"
-    if tokens > FEW_TOKENS and not much:
+    if tokens > DECODE_TOKENS and not much:
         reason = f"{tokens:,} tokens are too little work for the block path, and too many for decode"
     return (limit if gated else min(limit, _PLAIN_LIMIT)), reason
 
@@ -185,7 +185,7 @@ def _why_training_cannot_pay(args: FfnArgs) -> str | None:
         return reason
     if operations(args) < TRAINING_OPERATIONS:
         return "launching takes longer than so few tokens"
-    if not target_of(x.device).hopper:
+    if not gpu_of(x.device).hopper:
         return "sparse training was measured on Hopper only"
     if x.shape[1] % 64 or args.down.shape[0] % 64:
         return "Hopper's kernels take whole steps of 64 features"

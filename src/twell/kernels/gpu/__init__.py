@@ -1,12 +1,9 @@
-"""GPU kernels of the feed-forward block, in Triton, with Hopper variants in Gluon.
+"""The feed-forward block on a GPU. Nothing here waits for the device; importing this imports no Triton.
 
-    selector   gate matmul whose epilogue activates, marks and stores active neurons only
-    lists      per block of tokens, the list of its active neurons
-    up         gathered up projection times the gate, packed
-    down       gathered down projection
-    few        the same block for a few tokens (decode), two launches
-    rows       the paper's row format: packed words, then up and down per token
-    hopper     selector, up and down for compute capability 9.0
-
-Nothing here synchronises with the host. Importing this package does not import Triton.
+forward    one call: decode (few tokens), block (many), row (the paper's), or dense and counted
+training   a training step's forward and backward
+decode, block, backward              what they launch, and on which workspace
+block_launches, backward_launches    kernel by kernel
+launch, tape, workspace              launches without Triton's front door, recorded and replayed
+triton/    portable kernels          hopper/  compute capability 9.0, in Gluon      row/  the paper's
 """

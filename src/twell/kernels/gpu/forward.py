@@ -10,14 +10,13 @@ from ..._ran import note_path
 from ...activations import largest_at_most
 from ..args import Decision, FfnArgs, FfnOutput
 from ..dense import dense_forward, dense_forward_keeping
-from .blocks import BlockRun, blocks_kind, run_blocks, tokens_to_play
-from .few_tokens import few_kind, run_few
+from .block import BlockRun, blocks_kind, run_blocks, tokens_to_play
+from .decode import decode_kind, run_decode
 from .launch import is_watched, launch
-from .numbers import cdiv
 from .operands import Operands, is_readable, prepare
-from .sizes import DEFAULT_ROWS, FEW_TOKENS
-from .statistics import count_unions
+from .sizes import DECODE_TOKENS, DEFAULT_ROWS, cdiv
 from .tape import Tape, Tapes
+from .triton.statistics import count_unions
 from .workspace import kept_workspace
 
 _COUNTED = 64  # neurons of one program that counts
@@ -54,7 +53,7 @@ def _dense(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
         return dense_forward(args, record, reason=decision.reason)
     output, kept = dense_forward_keeping(args, record, decision.reason)
     (tokens, neurons), pre = kept.pre.shape, kept.pre
-    rows = FEW_TOKENS if tokens <= FEW_TOKENS else DEFAULT_ROWS
+    rows = DECODE_TOKENS if tokens <= DECODE_TOKENS else DEFAULT_ROWS
     grid = cdiv(neurons, _COUNTED), cdiv(tokens, rows)
     counts = pre.new_empty(grid[::-1], dtype=torch.int32)
     threshold = largest_at_most(args.activation.threshold, pre.dtype)
@@ -68,10 +67,10 @@ def _dense(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
 
 def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     operands, tapes = prepare(args), tapes_of(decision)
-    few = is_few(operands.tokens, decision) and not record
-    note_path("few" if few else "block", args.x, operands.neurons, reason=decision.reason)
+    few = is_decode(operands.tokens, decision) and not record
+    note_path("decode" if few else "block", args.x, operands.neurons, reason=decision.reason)
     if few:
-        run = run_few(operands, tapes)
+        run = run_decode(operands, tapes)
         output, slots = FfnOutput(run.y), run.slots
     else:
         run = run_blocks(operands, decision.block_rows, record, tapes=tapes)
@@ -86,7 +85,7 @@ class Repeat:
     """A call that has run, to be run again on operands of the same strides and types, and of the same shapes
     but for leading dimensions of x, whose number of tokens is in the same `bucket`.
 
-    path: "few" or "block".
+    path: "decode" or "block".
     """
 
     __slots__ = (
@@ -154,8 +153,8 @@ def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
         return None
     operands = prepare(args)
     tokens, rows = operands.tokens, decision.block_rows
-    if is_few(tokens, decision):
-        path, kind, told, only = "few", few_kind(operands), True, None
+    if is_decode(tokens, decision):
+        path, kind, told, only = "decode", decode_kind(operands), True, None
     else:
         path, kind = "block", blocks_kind(operands, rows, record=False, keep=False)
         told = tokens_to_play(operands, rows) is not None
@@ -175,8 +174,8 @@ def is_current(device: torch.device) -> bool:
     return device.type != "cuda" or torch._C._cuda_getDevice() == device.index
 
 
-def is_few(tokens: int, decision: Decision) -> bool:
-    return tokens <= FEW_TOKENS and decision.block_rows == 0
+def is_decode(tokens: int, decision: Decision) -> bool:
+    return tokens <= DECODE_TOKENS and decision.block_rows == 0
 
 
 def tapes_of(decision: Decision) -> Tapes | None:
@@ -190,7 +189,7 @@ def output_of(run: BlockRun, operands: Operands) -> FfnOutput:
 
 
 def _row(args: FfnArgs, decision: Decision) -> FfnOutput:
-    from .rows import run_rows
+    from .row.run import run_rows
 
     note_path("row", args.x, args.up.shape[0], reason=decision.reason)
     return FfnOutput(run_rows(prepare(args)))

@@ -69,11 +69,6 @@ class Operands:
     def weights(self) -> tuple[Tensor | None, ...]:
         return self.select, self.up, self.down, self.select_bias, self.up_bias, self.down_bias
 
-    @property
-    def precision(self) -> str:
-        """How Triton multiplies float32: exactly. 16-bit products are exact in either mode."""
-        return "ieee"
-
     def pointer(self, bias: Tensor | None) -> Tensor:
         """`bias`, or any tensor in its place where a kernel is told that there is none."""
         return self.x if bias is None else bias

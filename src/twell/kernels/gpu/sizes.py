@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from ..args import FfnArgs
-from .numbers import cdiv
 
 DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list
-FEW_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
+DECODE_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
 ROUNDS = 3  # of the backward of many tokens, each with room for that part of the neurons
 # Up to so many bytes the backward has room for all neurons, and goes one round: 8,192 tokens of 5,632
 # neurons; 65,536 where so many are expected to be active that it would take rounds else.
-ONE_ROUND_BYTES, CROWDED_BYTES = 288 << 20, 3 << 30
+ONE_ROUND_BYTES, OVERFLOW_BYTES = 288 << 20, 3 << 30
 _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 
@@ -48,14 +47,14 @@ def fits(tokens: int, neurons: int, rows: int) -> bool:
 def bucket(tokens: int) -> tuple[int, int]:
     """What numbers of tokens (>= 1) have in common that the same kernels take, with the same tiles and grids,
     and that an automatic plan treats alike."""
-    if tokens <= FEW_TOKENS:
+    if tokens <= DECODE_TOKENS:
         return 1 << (tokens - 1).bit_length(), cdiv(tokens, 16)
     return 0, cdiv(tokens, DEFAULT_ROWS)
 
 
 def whole_blocks(tokens: int) -> int:
     """Tokens that kernels for many of them compute for so many."""
-    return tokens if tokens <= FEW_TOKENS else cdiv(tokens, DEFAULT_ROWS) * DEFAULT_ROWS
+    return tokens if tokens <= DECODE_TOKENS else cdiv(tokens, DEFAULT_ROWS) * DEFAULT_ROWS
 
 
 def planes_of(gated: bool) -> int:
@@ -65,18 +64,28 @@ def planes_of(gated: bool) -> int:
 
 
 def backward_rounds(
-    tokens: int, neurons: int, rows: int, gated: bool, itemsize: int, crowded: bool | None
+    tokens: int, neurons: int, rows: int, gated: bool, itemsize: int, overflow: bool | None
 ) -> int:
     """How often the backward fills its pool, of values of `itemsize` bytes.
 
-    crowded: whether more than a third of the neurons is expected to be active.
+    overflow: whether more than a third of the neurons is expected to be active.
     """
     planes = planes_of(gated)
     room = cdiv(tokens, rows) * rows * cdiv(neurons, 128) * 128 * planes * itemsize
-    return 1 if room <= (CROWDED_BYTES if crowded else ONE_ROUND_BYTES) else ROUNDS
+    return 1 if room <= (OVERFLOW_BYTES if overflow else ONE_ROUND_BYTES) else ROUNDS
 
 
 def list_sizes(tokens: int, neurons: int, rows: int) -> tuple[int, int]:
     """Integers in the lists of active neurons (and what is read past their end), and in the counts."""
     blocks = -(-tokens // (rows or DEFAULT_ROWS))
     return blocks * neurons + READ_AHEAD, blocks
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Division rounded up."""
+    return -(-number // divisor)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two at or above `number` (>= 1)."""
+    return 1 << (number - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Tile sizes of the block kernels, from what was measured on an H200 and what a device can hold."""
+"""Tile sizes of the block path and of the backward, measured on an H200 and cut to what a device holds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from functools import lru_cache
 
 import torch
 
-from .numbers import cdiv
+from .device import Gpu
 from .operands import element_bytes
-from .sizes import DEFAULT_ROWS
-from .target import Target
+from .sizes import DEFAULT_ROWS, cdiv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +56,16 @@ _LARGE = BlockTiles(
 
 
 @lru_cache(maxsize=1024)
-def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, rows: int) -> BlockTiles:
+def block_tiles(gpu: Gpu, dtype: torch.dtype, tokens: int, neurons: int, rows: int) -> BlockTiles:
     """Tiles that fit the device and give every processor work."""
     rows = rows or DEFAULT_ROWS
-    if target.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
+    if gpu.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
         small = dict.fromkeys(("select_neurons", "up_chunk", "down_width"), 32)
         depth = dict.fromkeys(("select_depth", "up_depth", "down_depth"), 16)
         return replace(_LARGE, rows=rows, **small, **depth)
     tiles = replace(_LARGE, rows=rows)
     size = element_bytes(dtype)
-    if target.capability[0] != 9:  # sums and operands share the registers: more warps, smaller tiles
+    if gpu.capability[0] != 9:  # sums and operands share the registers: more warps, smaller tiles
         tiles = replace(tiles, select_neurons=128, up_warps=8, up_programs=1, down_warps=8)
     if size > 2:  # exact float32 products run on the ordinary units: small tiles
         narrow = dict.fromkeys(("select_neurons", "up_chunk", "down_width"), 64)
@@ -74,7 +73,7 @@ def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, r
         warps = dict.fromkeys(("select_warps", "up_warps", "down_warps"), 8)
         tiles = replace(tiles, **narrow, **depth, **warps)
     blocks = cdiv(tokens, rows)
-    while tiles.select_neurons > 64 and blocks * cdiv(neurons, tiles.select_neurons) < 2 * target.processors:
+    while tiles.select_neurons > 64 and blocks * cdiv(neurons, tiles.select_neurons) < 2 * gpu.processors:
         half = tiles.select_neurons // 2
         tiles = replace(tiles, select_neurons=half, select_warps=max(4, tiles.select_warps // 2))
     if blocks < 16:
@@ -82,7 +81,7 @@ def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, r
 
     def stages(wanted: int, width: int, depth: int) -> int:
         """At most `wanted`, at least 2: a stage holds a tile of weights and one of tokens."""
-        return max(2, min(wanted, (target.shared_memory - 4096) // ((width + rows) * depth * size)))
+        return max(2, min(wanted, (gpu.shared_memory - 4096) // ((width + rows) * depth * size)))
 
     return replace(
         tiles,
@@ -90,3 +89,55 @@ def block_tiles(target: Target, dtype: torch.dtype, tokens: int, neurons: int, r
         up_stages=stages(tiles.up_stages, tiles.up_chunk, tiles.up_depth),
         down_stages=stages(tiles.down_stages, tiles.down_width, tiles.down_depth),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackwardTiles:
+    """chunk: listed neurons of a work item; entries: of one program that goes element by element.
+    depth: features (or, for grad_x, neurons) of one step of a product; width: columns of grad_x, and of the
+    weight gradients of frequent neurons, in tiles of `neurons`. Of rare ones: columns (rare_width), tokens
+    whose rows are asked for at once (ahead), warps, programs per processor."""
+
+    chunk: int
+    entries: int
+    depth: int
+    width: int
+    neurons: int
+    rare_width: int
+    rare_warps: int
+    rare_programs: int
+    ahead: int
+    warps: int
+    stages: int
+
+
+# H200, bf16, D 2048, H 5632, 16,384 tokens, nnz 24, CUDA graph (milliseconds):
+#   combine (Gluon)   8 entries 0.054, 16 0.063, 32 spill
+#   rare_weights      512 columns, 4 at once, 2 warps, 32 programs 0.136; 16 programs 0.144; 8 at once 0.176;
+#                     1024 columns, 4 warps, 32 programs 0.139, 16 programs 0.149, 2 at once 0.164
+# The portable products (0.52), grad_x (0.28) and frequent weights (0.56) have these tiles from the forward's.
+_LARGE_BACKWARD = BackwardTiles(
+    chunk=128,
+    entries=8,
+    depth=64,
+    width=128,
+    neurons=128,
+    rare_width=512,
+    rare_warps=2,
+    rare_programs=32,
+    ahead=4,
+    warps=8,
+    stages=3,
+)
+
+
+@lru_cache(maxsize=64)
+def backward_tiles(gpu: Gpu, dtype: torch.dtype) -> BackwardTiles:
+    if gpu.capability == (0, 0):  # the interpreter: small, so that small tests cross tile borders
+        small = dict.fromkeys(("chunk", "width", "neurons", "rare_width"), 32)
+        return replace(_LARGE_BACKWARD, entries=16, depth=16, rare_programs=1, **small)
+    if element_bytes(dtype) > 2:  # exact float32 products run on the ordinary units: small tiles
+        return replace(_LARGE_BACKWARD, chunk=64, depth=16, width=64, neurons=64, stages=2)
+    if gpu.shared_memory < 200 << 10:
+        return replace(_LARGE_BACKWARD, stages=2)
+    return _LARGE_BACKWARD

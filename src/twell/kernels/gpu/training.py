@@ -13,9 +13,9 @@ from ..._ran import note_path
 from ...layer_state import Reading
 from ..args import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
 from ..dense import dense_backward, dense_forward
-from .backward.run import gpu_backward, replay_backward
-from .backward.stages import Active
-from .blocks import blocks_kind, empty_statistics, run_blocks, tokens_sums, tokens_to_play
+from .backward import gpu_backward, replay_backward
+from .backward_launches import Active
+from .block import blocks_kind, empty_statistics, run_blocks, tokens_sums, tokens_to_play
 from .forward import are_readable, check_block_rows, is_current, output_of, tapes_of
 from .operands import Operands, prepare, readable
 from .sizes import DEFAULT_ROWS, list_sizes
@@ -56,10 +56,10 @@ def train_backward(
     note_path(decision.path, args.x, args.up.shape[0], "backward", decision.reason)
     if decision.path == "dense":
         return dense_backward(args, grad_y, grad_l1, needed)
-    crowded = _is_crowded(decision.reading)
+    overflow = _expects_overflow(decision.reading)
     # Hooks may hand back copies that are not aligned as the kernels expect.
     active = Active(readable(saved.lists), readable(saved.counts), decision.block_rows or DEFAULT_ROWS)
-    return gpu_backward(args, active, grad_y, grad_l1, needed, crowded, into, tapes_of(decision))
+    return gpu_backward(args, active, grad_y, grad_l1, needed, overflow, into, tapes_of(decision))
 
 
 class GpuStepRepeat:
@@ -119,7 +119,7 @@ class GpuStepRepeat:
             return None
         return replay_backward(
             self._tapes,
-            (self._kind, self._tokens, self._rows, _is_crowded(self._reading)),
+            (self._kind, self._tokens, self._rows, _expects_overflow(self._reading)),
             (*self._weights(*tensors[1:]), tensors[0]),
             saved,
             grad_y,
@@ -151,7 +151,7 @@ def gpu_step_repeat(args: FfnArgs, decision: Decision, record: bool) -> GpuStepR
     return None if tape is None else GpuStepRepeat(tape, args, operands, decision, record)
 
 
-def _is_crowded(reading: Reading | None) -> bool | None:
+def _expects_overflow(reading: Reading | None) -> bool | None:
     share = None if reading is None else reading.share
     return None if share is None else share > _CROWDED
 

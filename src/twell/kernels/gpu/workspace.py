@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .numbers import cdiv
+from .sizes import cdiv
 
 _ALIGNMENT = 256
 _MOST_KEPT = 8  # by one thread

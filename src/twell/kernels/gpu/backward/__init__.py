@@ -1,1 +1,0 @@
-"""Gradients of the feed-forward block on the active set; see `stages.py` for the order of things."""

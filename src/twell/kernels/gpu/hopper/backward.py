@@ -1,0 +1,89 @@
+"""Launches the backward's kernels for compute capability 9.0."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..launch import launch
+from ..sizes import cdiv
+from .block import layout, tiled
+from .products import gather_products_hopper
+from .sums import gathered_sums_hopper
+from .weights import frequent_weights_hopper
+
+if TYPE_CHECKING:
+    from ..backward_launches import BackwardLaunches
+
+_DEPTH = 64
+_WIDTH = 256
+_PRODUCT_STAGES, _WEIGHT_STAGES = 6, 4  # what fits
+_INPUT_STAGES = 3  # what fits beside its output tile
+
+
+def launch_products(
+    launches: BackwardLaunches, grid: tuple[int], arguments: tuple, constants: dict[str, object]
+) -> None:
+    chunk = launches.tiles.chunk
+    own = {"W_LAYOUT": layout(chunk, _DEPTH, launches.operands.x.dtype), "STAGES": _PRODUCT_STAGES}
+    launch(launches.kind, gather_products_hopper, grid, arguments, constants | own, num_warps=4)
+
+
+def launch_inputs(launches: BackwardLaunches, turn: int) -> None:
+    operands, rows, out = launches.operands, launches.active.rows, launches.gradients.x
+    tiles = launches.blocks * cdiv(operands.features, _WIDTH)
+    arguments = (
+        tiled(launches.pool.viewed(launches.planes * launches.rows, rows), [_DEPTH, rows]),
+        tiled(out, [rows // 2, _WIDTH]),
+        out,
+        operands.select,
+        operands.up,
+        out,
+        launches.active.lists,
+        launches.spans,
+        launches.blocks,
+        operands.tokens,
+        operands.neurons,
+        operands.features,
+        0,
+        launches.rows,
+    )
+    constants = {
+        "PLANES": 2,
+        "SPANS": 1,
+        "HAS_BIAS": False,
+        "LATER": int(turn > 0),
+        "W_LAYOUT": layout(_DEPTH, _WIDTH, operands.x.dtype),
+        "STAGES": _INPUT_STAGES,
+    }
+    grid = (min(launches.gpu.processors, tiles),)
+    launch((launches.kind, turn > 0), gathered_sums_hopper, grid, arguments, constants, num_warps=4)
+
+
+def launch_frequent(launches: BackwardLaunches) -> None:
+    operands, neurons, planes = launches.operands, launches.tiles.neurons, launches.wanted
+    wide = max(operands.features, operands.outputs)
+    most = cdiv(operands.neurons, neurons) * cdiv(wide, _WIDTH) * len(planes)
+    arguments = (
+        tiled(operands.x, [_DEPTH, _WIDTH]),
+        tiled(launches.grad_y, [_DEPTH, _WIDTH]),
+        launches.pool,
+        launches.places,
+        launches.frequent_list,
+        launches.how_many,
+        *launches.targets(),
+        launches.blocks,
+        operands.neurons,
+        operands.features,
+        operands.outputs,
+        launches.rows,
+        sum(plane << (4 * number) for number, plane in enumerate(planes)),
+    )
+    constants = {
+        "MATRICES": len(planes),
+        "NEURONS": neurons,
+        "V_LAYOUT": layout(neurons, _DEPTH, operands.x.dtype),
+        "STAGES": _WEIGHT_STAGES,
+        "ADD": launches.gradients.add,
+    }
+    grid = (min(launches.gpu.processors, most),)
+    launch(launches.kind, frequent_weights_hopper, grid, arguments, constants, num_warps=4)

@@ -1,0 +1,120 @@
+"""Launches the block path's kernels for compute capability 9.0."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+
+from ..launch import Source, Tiled, Tokens, launch
+from ..sizes import cdiv
+from .products import up_blocks_hopper
+from .select import select_blocks_hopper
+from .sums import gathered_sums_hopper
+
+if TYPE_CHECKING:
+    from ..block_launches import BlockLaunches
+
+_DEPTH = 64
+_SELECT_TILE = 256 * 128  # neurons x tokens
+_SELECT_STAGES, _UP_STAGES = 4, 6
+_DOWN_STAGES = 3  # what fits beside its output tile
+_DOWN_WIDTH = 256
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@lru_cache(maxsize=256)
+def layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], _ELEMENT[dtype])
+
+
+def tiled(source: Source, block: list[int], by_tokens: bool = False) -> Tiled:
+    return Tiled(source, block, layout(*block, source.dtype), by_tokens)
+
+
+def launch_select(launches: BlockLaunches, x: Tensor) -> None:
+    operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
+    tokens = 2 * tiles.rows
+    neurons = _SELECT_TILE // tokens
+    work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
+    arguments = (
+        tiled(x, [tokens, _DEPTH], by_tokens=True),
+        tiled(operands.select, [neurons, _DEPTH]),
+        operands.pointer(operands.select_bias),
+        workspace.values,
+        workspace.active,
+        workspace.counter,
+        Tokens(x.shape[0]),
+        operands.neurons,
+        operands.features,
+        operands.threshold,
+    )
+    constants = {
+        "ROWS": tiles.rows,
+        "HAS_BIAS": operands.select_bias is not None,
+        "PLAIN": operands.plain,
+        "SQUARE": operands.square,
+        "STAGES": _SELECT_STAGES,
+    }
+    grid = (min(launches.gpu.processors, work),)
+    launch(launches.kind, select_blocks_hopper, grid, arguments, constants, num_warps=4)
+
+
+def launch_up(launches: BlockLaunches, x: Tensor) -> None:
+    operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
+    arguments = (
+        tiled(x, [tiles.rows, _DEPTH], by_tokens=True),
+        operands.up,
+        operands.pointer(operands.up_bias),
+        workspace.values,
+        workspace.hidden,
+        workspace.lists,
+        workspace.counts,
+        workspace.work,
+        workspace.counter,
+        operands.neurons,
+        operands.features,
+        launches.chunks,
+    )
+    constants = {
+        "HAS_BIAS": operands.up_bias is not None,
+        "CHUNK": launches.chunk,
+        "W_LAYOUT": layout(launches.chunk, _DEPTH, x.dtype),
+        "STAGES": _UP_STAGES,
+    }
+    grid = (min(launches.gpu.processors, launches.blocks(x.shape[0]) * launches.chunks),)
+    launch(launches.kind, up_blocks_hopper, grid, arguments, constants, num_warps=4)
+
+
+def launch_down(launches: BlockLaunches, y: Tensor) -> None:
+    operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
+    blocks = launches.blocks(y.shape[0])
+    arguments = (
+        tiled(workspace.hidden, [_DEPTH, tiles.rows]),
+        tiled(y, [tiles.rows // 2, _DOWN_WIDTH], by_tokens=True),
+        y,
+        operands.down,
+        operands.down,
+        operands.pointer(operands.down_bias),
+        workspace.lists,
+        workspace.counts,
+        blocks,
+        Tokens(y.shape[0]),
+        operands.neurons,
+        operands.outputs,
+        launches.chunks * launches.chunk,
+        0,
+    )
+    constants = {
+        "PLANES": 1,
+        "SPANS": 0,
+        "HAS_BIAS": operands.down_bias is not None,
+        "LATER": 0,
+        "W_LAYOUT": layout(_DEPTH, _DOWN_WIDTH, y.dtype),
+        "STAGES": _DOWN_STAGES,
+    }
+    grid = (min(launches.gpu.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)
+    launch(launches.kind, gathered_sums_hopper, grid, arguments, constants, num_warps=4)

@@ -1,0 +1,1 @@
+"""Portable kernels, in Triton: every GPU runs them, and so does the interpreter."""
