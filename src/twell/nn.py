@@ -36,7 +36,8 @@ class SparseMLP(nn.Module):
                   read more slowly but FSDP2 and other tools that want contiguous parameters accept.
     eager:        where `torch.compile` meets the block in training mode, break the graph, so that an
                   automatic plan decides at every step; inside the graph it trains dense. Not for
-                  fullgraph=True, nor inside a checkpoint, which would not be compiled at all.
+                  fullgraph=True, nor where a compiler meets a checkpoint around the block: it would leave all
+                  of that to eager mode. `twell.hf.compile_inside_checkpoints` compiles the other way round.
 
     Because of the layout `state_dict()["down_proj.weight"]` is a copy, not an alias of the parameter: change
     weights through the parameters or `load_state_dict`, not in place through a state dict.
