@@ -28,7 +28,7 @@ def plan(request):
 @pytest.fixture
 def always_sparse(monkeypatch):
     """Small blocks on the active set too, however active they are."""
-    monkeypatch.setattr(cpu_backward, "DECODE_TOKENS", 0)
+    monkeypatch.setattr(cpu_backward, "FEW_TOKENS", 0)
     monkeypatch.setattr(policy.cpu, "_backward_can_pay", lambda args, site: True)
     monkeypatch.setattr(policy.cpu, "_is_sparse", lambda args: True)
 

@@ -18,11 +18,12 @@ from .backends import get_backend
 from .kernels.args import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
 from .kernels.dense import dense_forward
 from .layer_state import LayerState, layer_of
-from .ops import ffn_op, run_training_step, train_op
+from .ops import ffn_op, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached
 from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
 from .saving import wants_the_same_again
+from .training_step import run_training_step
 
 
 class FfnStats(NamedTuple):

@@ -11,7 +11,7 @@ carries a tangent of forward-mode differentiation is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +20,7 @@ from torch.autograd import forward_ad
 
 from ._checks import reject
 from ._flops import count_flops_in_torch
-from ._ran import note_path
-from .accumulation import accumulates_in_place, existing_gradients
+from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
 from .kernels.args import (
@@ -32,30 +31,28 @@ from .kernels.args import (
     FfnOutput,
     Gradients,
     Saved,
-    StepRepeat,
 )
-from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
+from .kernels.dense import dense_backward
 from .policy import decide_backward, decide_inside
-from .saving import saving_watcher
 
-_OPERANDS = (
+_SIGNATURE = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
 )
-_NUMBER = 7  # of operands
-_NOTHING = (None,) * (_NUMBER + 5)  # gradients of the arguments of `ffn` and `ffn_train`
+OPERANDS = 7
+_NOTHING = (None,) * (OPERANDS + 5)  # gradients of the arguments of `ffn` and `ffn_train`
 _STAND_IN_OUTPUTS = 64  # a number of outputs that every kernel takes
 _PLAN = "str activation, str path, int block_rows, str backend"
 _library = torch.library.Library("twell", "DEF")
-_library.define(f"ffn({_OPERANDS}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor)")
-_library.define(f"ffn_train({_OPERANDS}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"ffn({_SIGNATURE}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor)")
+_library.define(f"ffn_train({_SIGNATURE}, {_PLAN}, bool record) -> (Tensor, Tensor, Tensor, Tensor, Tensor)")
 _library.define(
-    f"ffn_backward(Tensor? grad_y, Tensor? grad_l1, {_OPERANDS}, Tensor lists, Tensor counts, "
+    f"ffn_backward(Tensor? grad_y, Tensor? grad_l1, {_SIGNATURE}, Tensor lists, Tensor counts, "
     "str activation, int block_rows, str backend, bool[] needed) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def _args(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
+def args_of(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
     return FfnArgs(*tensors, Activation.parse(activation))
 
 
@@ -75,7 +72,7 @@ def _refuse_tangents(tensors: list[Tensor | None]) -> None:
 def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
     _refuse_tangents(tensors)
-    args = _args(tensors, activation)
+    args = args_of(tensors, activation)
     decision = decide_inside(args, path, block_rows, backend, training=False, record=record)
     y, l1, firing = get_backend(backend).forward(args, decision, record)
     return (y, l1, firing) if record else (y, *_no_statistics(args.x))
@@ -84,20 +81,20 @@ def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
 def _train_forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
     _refuse_tangents(tensors)
-    args = _args(tensors, activation)
+    args = args_of(tensors, activation)
     decision = decide_inside(args, path, block_rows, backend, training=True, record=record)
-    output, saved = _train(args, decision, record)
+    output, saved = train(args, decision, record)
     # A compiled graph carries tensors only; this one is ours, and stays the same object until the backward.
     saved.lists._twell_decision = decision
     statistics = (output.l1, output.firing) if record else _no_statistics(args.x)
     return output.y, *statistics, *saved
 
 
-def _train(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
+def train(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
     kernels = get_backend(decision.backend)
     if kernels.training is not None:
         return kernels.training.forward(args, decision, record)
-    return kernels.forward(args, decision, record), Saved(*(_integers(args.x, 0) for _ in range(2)))
+    return kernels.forward(args, decision, record), Saved(*(integers(args.x, 0) for _ in range(2)))
 
 
 def _fake(x: Tensor, up: Tensor, down: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,14 +110,14 @@ def _train_fake(x: Tensor, up: Tensor, *rest) -> tuple[Tensor, Tensor, Tensor, T
     block_rows, backend = rest[-3], rest[-2]
     training = get_backend(backend).training
     sizes = (0, 0) if training is None else training.sizes(x.shape[0], up.shape[0], block_rows)
-    return *_fake(x, up, *rest), *(_integers(x, size) for size in sizes)
+    return *_fake(x, up, *rest), *(integers(x, size) for size in sizes)
 
 
 def _no_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(0, dtype=_statistics_dtype(x)), x.new_empty(0, dtype=torch.int64)
 
 
-def _integers(x: Tensor, size: int) -> Tensor:
+def integers(x: Tensor, size: int) -> Tensor:
     return x.new_empty(size, dtype=torch.int32)
 
 
@@ -132,13 +129,13 @@ def _gradients(*inputs) -> tuple[Tensor, ...]:
     """As the op returns them: empty where a gradient is not needed."""
     grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
     _refuse_tangents([grad_y, grad_l1, *tensors])
-    args = _args(tensors, activation)
-    step = _Step(activation, block_rows, backend, getattr(lists, "_twell_decision", None))
+    args = args_of(tensors, activation)
+    step = Step(activation, block_rows, backend, getattr(lists, "_twell_decision", None))
     found = _backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None))
     return tuple(args.x.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """What a backward knows of its forward besides tensors; decision: None where nothing could tell."""
 
     activation: str
@@ -148,7 +145,7 @@ class _Step(NamedTuple):
 
 
 def _backward(
-    step: _Step,
+    step: Step,
     args: FfnArgs,
     saved: Saved,
     grad_y: Tensor | None,
@@ -160,13 +157,13 @@ def _backward(
     part in the loss."""
     kernels, down = get_backend(step.backend), args.down
     if kernels.training is None and kernels.backward is None:
-        return _laid_out(dense_backward(args, grad_y, grad_l1, wanted), down)
+        return laid_out(dense_backward(args, grad_y, grad_l1, wanted), down)
     if grad_y is None:
         args, grad_y = _without_output(args)
     if kernels.training is None:
-        return _laid_out(kernels.backward(args, grad_y, grad_l1, wanted), down)
+        return laid_out(kernels.backward(args, grad_y, grad_l1, wanted), down)
     decision = decide_backward(args, step.block_rows, step.backend, step.decision)
-    return _laid_out(kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into), down)
+    return laid_out(kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into), down)
 
 
 def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
@@ -177,7 +174,7 @@ def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
     return args._replace(down=down, down_bias=None), args.x.new_zeros(tokens, _STAND_IN_OUTPUTS)
 
 
-def _laid_out(gradients: Gradients, down: Tensor) -> Gradients:
+def laid_out(gradients: Gradients, down: Tensor) -> Gradients:
     """`gradients`, that of `down` laid out like `down`."""
     grad_down = gradients[2]
     if grad_down is None:
@@ -208,10 +205,10 @@ def _save_operands(ctx, inputs, output) -> None:
 
 
 def _needed(ctx, grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
-    return _needed_of(ctx.needs_input_grad[:_NUMBER], grad_y, grad_l1)
+    return needed_of(ctx.needs_input_grad[:OPERANDS], grad_y, grad_l1)
 
 
-def _needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
+def needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
     """Which operands get a gradient: as stock autograd has it, only y gives one to `down` and `down_bias`."""
     needed = FfnArgs(*wanted, None)
     if grad_y is None:
@@ -225,7 +222,7 @@ def _recompute(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing)
     needed = _needed(ctx, grad_y, grad_l1)
     if not any(needed):
         return _NOTHING
-    args = _args(ctx.saved_tensors, ctx.activation)
+    args = args_of(ctx.saved_tensors, ctx.activation)
     gradients = dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation))
     return (*gradients, None, None, None, None, None)
 
@@ -246,36 +243,36 @@ def _from_active(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> 
     if not any(needed):
         return _NOTHING
     saved = ctx.saved_tensors  # once: checkpoints hand them out once
-    step = _Step(ctx.activation, ctx.block_rows, ctx.backend, getattr(saved[-2], "_twell_decision", None))
-    return (*_gradients_of(step, saved, grad_y, grad_l1, needed), None, None, None, None, None)
+    step = Step(ctx.activation, ctx.block_rows, ctx.backend, getattr(saved[-2], "_twell_decision", None))
+    return (*gradients_of(step, saved, grad_y, grad_l1, needed), None, None, None, None, None)
 
 
-def _gradients_of(
-    step: _Step,
+def gradients_of(
+    step: Step,
     saved: Sequence[Tensor | None],
     grad_y: Tensor | None,
     grad_l1: Tensor | None,
     needed: list[bool],
 ) -> Gradients:
     """Of the seven operands; saved: those, lists and counts."""
-    into = _existing(step, [*saved, grad_y, grad_l1], needed)
+    into = existing(step, [*saved, grad_y, grad_l1], needed)
     if into is not None:
-        return _directly(step, saved, grad_y, grad_l1, needed, into)
+        return without_the_op(step, saved, grad_y, grad_l1, needed, into)
     plan = step.activation, step.block_rows, step.backend
     found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
     return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
 
 
-def _existing(step: _Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:
+def existing(step: Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:
     """Gradients to add to, if that is asked for, the backend can, and nobody looks for the op."""
     training = get_backend(step.backend).training
-    if training is None or not training.adds or not _only_values_matter(saved):
+    if training is None or not training.adds or not only_values_matter(saved):
         return None
-    args = _args(saved[:_NUMBER], step.activation)
+    args = args_of(saved[:OPERANDS], step.activation)
     return existing_gradients(args, FfnArgs(*needed, None))
 
 
-def _only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
+def only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
     """Whether nobody traces, transforms or watches, and all are plain tensors (batches of gradients have no
     storage)."""
     return (
@@ -286,8 +283,8 @@ def _only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
-def _directly(
-    step: _Step,
+def without_the_op(
+    step: Step,
     saved: Sequence[Tensor | None],
     grad_y: Tensor | None,
     grad_l1: Tensor | None,
@@ -297,229 +294,8 @@ def _directly(
     """The backward without the op, which must not change what it is given."""
     *tensors, lists, counts = saved
     _refuse_tangents([grad_y, grad_l1, *tensors])
-    args = _args(tensors, step.activation)
+    args = args_of(tensors, step.activation)
     return _backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None), *into)
-
-
-class _TrainingStep(torch.autograd.Function):
-    """`ffn_train` for eager steps that nobody watches: without the dispatcher, and with a decision that
-    reaches the backward as it is."""
-
-    @staticmethod
-    def forward(
-        ctx, decision: Decision, activation: Activation, record: bool, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        args = FfnArgs(*tensors, activation)
-        ctx.open = _is_open(decision)
-        if ctx.open:
-            decision = _decide_again(args, decision, record)
-        output, saved = _train(args, decision, record)
-        saved.lists._twell_decision = decision
-        ctx.save_for_backward(*tensors, *saved)
-        _keep(ctx, decision, activation, output)
-        return tuple(output)
-
-    @staticmethod
-    def backward(
-        ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
-    ) -> tuple[Tensor | None, ...]:
-        def gradients(saved: Sequence[Tensor | None], needed: list[bool]) -> Gradients:
-            step = ctx.step
-            if ctx.open:
-                # Unknown hooks may have computed it again, decided otherwise: its tensors know, or nobody.
-                step = step._replace(decision=getattr(saved[-2], "_twell_decision", None))
-            return _eager_gradients(step, saved, grad_y, grad_l1, needed)
-
-        return _differentiate(ctx, grad_y, grad_l1, gradients)
-
-
-class _CheckpointedStep(torch.autograd.Function):
-    """A step inside a checkpoint, which is computed twice and may be decided twice: both ways save tensors
-    of the same shapes, stand-ins where there is nothing, so that dense steps compute nothing a third time.
-    A stand-in has one element, expanded; that tells which way went last."""
-
-    @staticmethod
-    def forward(
-        ctx, decision: Decision, activation: Activation, record: bool, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        args = FfnArgs(*tensors, activation)
-        decision = _decide_again(args, decision, record)
-        tokens, neurons = args.x.shape[0], args.up.shape[0]
-        if decision.path == "dense":
-            output, kept = dense_forward_keeping(args, record, decision.reason)
-            sizes = get_backend(decision.backend).training.sizes(tokens, neurons, decision.block_rows)
-            saved = Saved(*(_integers(args.x, 1).expand(size) for size in sizes))
-        else:
-            output, saved = _train(args, decision, record)
-            stand_in = args.x.new_empty(1, 1).expand(tokens, neurons)
-            kept = DenseActivations(stand_in, None if args.gate is None else stand_in)
-        ctx.save_for_backward(*tensors, *saved, *kept)
-        _keep(ctx, decision, activation, output)
-        return tuple(output)
-
-    @staticmethod
-    def backward(
-        ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
-    ) -> tuple[Tensor | None, ...]:
-        def gradients(everything: Sequence[Tensor | None], needed: list[bool]) -> Gradients:
-            *saved, pre, up = everything
-            ran_dense = _is_stand_in(saved[-2])
-            if ran_dense == _is_stand_in(pre):
-                raise RuntimeError("a checkpoint handed back copies of what a sparse training step saved")
-            if not ran_dense:
-                step = ctx.step._replace(decision=ctx.step.decision._replace(path="block"))
-                return _eager_gradients(step, saved, grad_y, grad_l1, needed)
-            args = _args(saved[:_NUMBER], ctx.step.activation)
-            # For second derivatives from the operands, which are connected to whatever they came from.
-            kept = None if torch.is_grad_enabled() else DenseActivations(pre, up)
-            note_path("dense", args.x, args.up.shape[0], "backward", "as its forward")
-            return _laid_out(dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, None), kept), args.down)
-
-        return _differentiate(ctx, grad_y, grad_l1, gradients)
-
-
-_OWN = 3  # arguments of the two before their tensors
-
-
-def _differentiate(
-    ctx,
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    gradients: Callable[[Sequence[Tensor | None], list[bool]], Gradients],
-) -> Gradients:
-    """What the backward of a step returns; gradients: (saved, needed) -> those of its operands."""
-    needed = _needed_of(ctx.needs_input_grad[_OWN:], grad_y, grad_l1)
-    if not any(needed):
-        return (None,) * (_OWN + _NUMBER)
-    saved = ctx.saved_tensors  # once: checkpoints hand them out once
-    return *(None,) * _OWN, *gradients(saved, needed)
-
-
-def _is_open(decision: Decision) -> bool:
-    """Whether it is to be taken when the step runs."""
-    return decision.path == "auto" and get_backend(decision.backend).rules == "gpu"
-
-
-def _decide_again(args: FfnArgs, decision: Decision, record: bool) -> Decision:
-    plan = decision.path, decision.block_rows, decision.backend
-    return decide_inside(args, *plan, training=True, record=record, layer=decision.layer)
-
-
-def _keep(ctx, decision: Decision, activation: Activation, output: FfnOutput) -> None:
-    ctx.step = _Step(activation.spec, decision.block_rows, decision.backend, decision)
-    ctx.set_materialize_grads(False)
-    if output.firing is not None:
-        ctx.mark_non_differentiable(output.firing)
-
-
-def _is_stand_in(tensor: Tensor) -> bool:
-    return tensor.stride(-1) == 0
-
-
-def _eager_gradients(
-    step: _Step,
-    saved: Sequence[Tensor | None],
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    needed: list[bool],
-) -> Gradients:
-    """Through the op only where somebody differentiates this, transforms it, or looks."""
-    if torch.is_grad_enabled() or not _only_values_matter((*saved, grad_y, grad_l1)):
-        if step.decision is not None:
-            saved[-2]._twell_decision = step.decision
-        return _gradients_of(step, saved, grad_y, grad_l1, needed)
-    into = _existing(step, [*saved, grad_y, grad_l1], needed)
-    more = () if into is None else (into,)
-    return _directly(step, saved, grad_y, grad_l1, needed, *more)
-
-
-def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
-    """An eager step on a sparse path, with its backward; or one that decides when it runs."""
-    checkpointed = _is_open(decision) and saving_watcher() == "checkpoint"
-    step = _CheckpointedStep if checkpointed else _TrainingStep
-    return FfnOutput(*step.apply(decision, args.activation, record, *args[:-1]))
-
-
-class _RepeatedStep(torch.autograd.Function):
-    """A step that launches what an earlier one launched, both ways; x may have leading dimensions."""
-
-    @staticmethod
-    def forward(
-        ctx,
-        repeat: StepRepeat,
-        holds: Callable[[Sequence[Tensor | None]], bool],
-        decision: Decision,
-        activation: Activation,
-        record: bool,
-        *tensors: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        x, found = tensors[0], repeat.forward(*tensors)
-        if found is None:
-            flat = FfnArgs(x.reshape(-1, x.shape[-1]), *tensors[1:], activation)
-            output, saved = _train(flat, decision, record)
-            y = torch.ops.aten._unsafe_view(output.y, (*x.shape[:-1], output.y.shape[-1]))
-            found = output._replace(y=y), saved
-        else:
-            note_path(decision.path, x, tensors[1].shape[0], reason=decision.reason)
-        output, saved = found
-        ctx.save_for_backward(*tensors, *saved)
-        ctx.repeat, ctx.holds = repeat, holds
-        _keep(ctx, decision, activation, output)
-        return tuple(output)
-
-    @staticmethod
-    def backward(
-        ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing: None
-    ) -> tuple[Tensor | None, ...]:
-        needed = _needed_of(ctx.needs_input_grad[_REPEATED:], grad_y, grad_l1)
-        nothing = (None,) * _REPEATED
-        if not any(needed):
-            return (*nothing, *(None,) * _NUMBER)
-        x, *others = saved = ctx.saved_tensors
-        found = _repeated_gradients(ctx, saved, grad_y, grad_l1, FfnArgs(*needed, None))
-        if found is not None:
-            return (*nothing, *found)
-        flat = x.reshape(-1, x.shape[-1])
-        if grad_y is not None:
-            grad_y = grad_y.reshape(flat.shape[0], -1)
-        grad_x, *found = _eager_gradients(ctx.step, (flat, *others), grad_y, grad_l1, needed)
-        return (*nothing, None if grad_x is None else grad_x.view(x.shape), *found)
-
-
-def _repeated_gradients(
-    ctx, saved: Sequence[Tensor | None], grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
-) -> Gradients | None:
-    """As an earlier backward of this kind was run; None where there is more to it."""
-    if grad_y is None or accumulates_in_place() or torch.is_grad_enabled():
-        return None
-    tensors, kept = saved[:_NUMBER], Saved(*saved[_NUMBER:])
-    # Weights may have been laid out in another way since, and hooks may hand back anything.
-    if not _only_values_matter((*saved, grad_y, grad_l1)) or not ctx.holds(tensors):
-        return None
-    decision, x, up = ctx.step.decision, saved[0], saved[1]
-    found = ctx.repeat.backward(tensors, kept, grad_y, grad_l1, needed)
-    if found is not None:
-        decision.layer.note("backward", decision.path, decision.reason, decision.reading)
-        note_path(decision.path, x, up.shape[0], "backward", decision.reason)
-    return found
-
-
-_REPEATED = 5  # arguments of it before its tensors
-
-
-def repeat_training_step(
-    repeat: StepRepeat,
-    holds: Callable[[Sequence[Tensor | None]], bool],
-    decision: Decision,
-    activation: Activation,
-    record: bool,
-    *tensors: Tensor | None,
-) -> FfnOutput:
-    """An eager step on (x [..., D], ...), as one of its kind was run before; y [..., E].
-
-    holds: whether operands are still of the kinds that were recorded, for the backward.
-    """
-    return FfnOutput(*_RepeatedStep.apply(repeat, holds, decision, activation, record, *tensors))
 
 
 def _save_for_second(ctx, inputs, output) -> None:
@@ -537,7 +313,7 @@ def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
         wanted = ctx.needs_input_grad[: len(saved)]
         grad_y, grad_l1, *tensors = saved
-        args = _args(tensors, ctx.activation)
+        args = args_of(tensors, ctx.activation)
         found = dense_backward(args, grad_y, grad_l1, FfnArgs(*ctx.needed, args.activation))
         # A gradient may not depend on what is differentiated: that of `down_bias` depends on grad_y alone.
         pairs = [

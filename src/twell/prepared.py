@@ -21,9 +21,9 @@ from .kernels.args import Decision, FfnArgs, FfnOutput, StepRepeat
 from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
-from .ops import repeat_training_step
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
 from .saving import wants_the_same_again
+from .training_step import repeat_training_step
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 

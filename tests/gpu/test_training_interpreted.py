@@ -15,11 +15,11 @@ from twell import (
     accumulate_in_place,
     ffn,
     ffn_with_stats,
-    ops,
     overflowed_steps,
     policy,
     recorded_paths,
     reference,
+    training_step,
 )
 from twell.kernels.args import Decision
 from twell.kernels.gpu import sizes
@@ -190,13 +190,13 @@ WEIGHTS = ("up", "down", "gate")
 
 def watch_existing(monkeypatch):
     """A list of what backwards are told to add to."""
-    seen, real = [], ops._existing
+    seen, real = [], training_step.existing
 
     def watched(*arguments):
         seen.append(real(*arguments))
         return seen[-1]
 
-    monkeypatch.setattr(ops, "_existing", watched)
+    monkeypatch.setattr(training_step, "existing", watched)
     return seen
 
 
