@@ -215,7 +215,7 @@ def _switches(case: Case):
         stack.callback(policy.resolve_cached.cache_clear)
         if case.sparse_backward:
             for module, name, value in (
-                (cpu_backward, "DECODE_TOKENS", 1),
+                (cpu_backward, "FEW_TOKENS", 1),
                 (policy.cpu, "_backward_can_pay", lambda args, site: not site.native_16_bit),
                 (policy.cpu, "_is_sparse", lambda *_: True),
             ):

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from . import cpu_probe
 from .cpu_probe import least_seconds, measure_again, probe_numbers
 
-DECODE_TOKENS = 64
+FEW_TOKENS = 64
 # Weights of fewer numbers (D 256, H 512) take a product of few tokens about 50 us: not worth a trial.
 _SMALL = 1 << 17
 _PROBE_SIZE = 4096  # larger sides are tried at this size
@@ -47,7 +47,7 @@ def multiply(x: Tensor, weight: Tensor, tuned: bool) -> Tensor:
 
 def form_for(tokens: int, weight: Tensor) -> Form | None:
     """How to multiply so many tokens with `weight` on a CPU; None where F.linear does it best."""
-    if not 0 < tokens <= DECODE_TOKENS or weight.dtype != torch.float32 or weight.numel() < _SMALL:
+    if not 0 < tokens <= FEW_TOKENS or weight.dtype != torch.float32 or weight.numel() < _SMALL:
         return None
     transposed = not weight.is_contiguous()
     if transposed and not weight.mT.is_contiguous():

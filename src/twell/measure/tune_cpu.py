@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
-from ..kernels.cpu_multiply import DECODE_TOKENS
+from ..kernels.cpu_multiply import FEW_TOKENS
 from ..kernels.cpu_multiply import remeasure as remeasure_form
 from ..kernels.cpu_weights import CpuSite
 from ..policy.cpu import sparse_can_pay
@@ -45,7 +45,7 @@ def tune_cpu(
     """
     found = []
     threads = torch.get_num_threads()
-    for tokens in (1 << power for power in range(DECODE_TOKENS.bit_length())):
+    for tokens in (1 << power for power in range(FEW_TOKENS.bit_length())):
         remeasure_form(tokens, neurons, hidden, threads)
         for transposed in (True, False):
             remeasure_form(tokens, hidden, neurons, threads, transposed)
