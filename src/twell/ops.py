@@ -20,7 +20,8 @@ from torch.autograd import forward_ad
 
 from ._checks import reject
 from ._flops import count_flops_in_torch
-from ._ran import note_path
+from ._log import note_path
+from ._observers import saving_observer
 from .accumulation import accumulates_in_place, existing_gradients
 from .activations import Activation
 from .backends import get_backend
@@ -36,7 +37,6 @@ from .kernels.args import (
 )
 from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
 from .policy import decide_backward, decide_inside
-from .saving import saving_watcher
 
 _OPERANDS = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
@@ -159,12 +159,10 @@ def _backward(
     """The backend's own backward, the gradient of `down` laid out like `down`; grad_y None: the output has no
     part in the loss."""
     kernels, down = get_backend(step.backend), args.down
-    if kernels.training is None and kernels.backward is None:
+    if kernels.training is None:
         return _laid_out(dense_backward(args, grad_y, grad_l1, wanted), down)
     if grad_y is None:
         args, grad_y = _without_output(args)
-    if kernels.training is None:
-        return _laid_out(kernels.backward(args, grad_y, grad_l1, wanted), down)
     decision = decide_backward(args, step.block_rows, step.backend, step.decision)
     return _laid_out(kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into), down)
 
@@ -435,7 +433,7 @@ def _eager_gradients(
 
 def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     """An eager step on a sparse path, with its backward; or one that decides when it runs."""
-    checkpointed = _is_open(decision) and saving_watcher() == "checkpoint"
+    checkpointed = _is_open(decision) and saving_observer() == "checkpoint"
     step = _CheckpointedStep if checkpointed else _TrainingStep
     return FfnOutput(*step.apply(decision, args.activation, record, *args[:-1]))
 

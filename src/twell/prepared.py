@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._ran import listens, note_path
+from ._log import note_path, paths_are_recorded
+from ._observers import must_save_the_same
 from .activations import Activation
-from .backends import Repeat, registry_version
+from .backends import Repeat
 from .kernels.args import Decision, FfnArgs, FfnOutput, StepRepeat
 from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .ops import repeat_training_step
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
-from .saving import wants_the_same_again
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
@@ -114,7 +114,6 @@ class Prepared:
         "_plan",
         "_reading",
         "_reason",
-        "_registry",
         "_spec",
         "_threads",
         "_training",
@@ -128,9 +127,9 @@ class Prepared:
         self._calls = self._left = decision.ahead
         self._reading, self._reason = decision.reading, decision.reason
         self._outcome = decision.layer.ran["forward"]
-        self._override, self._registry = _override(), registry_version()
+        self._override = _override()
         self._threads = torch.get_num_threads()
-        self._training, self._hooked = is_trained(tensors), wants_the_same_again()
+        self._training, self._hooked = is_trained(tensors), must_save_the_same()
 
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
@@ -170,7 +169,6 @@ class Prepared:
             and (activation is self._activation or activation == self._spec or activation == self._activation)
             and _override() == self._override
             and torch.get_num_threads() == self._threads
-            and registry_version() == self._registry
             and self._are_of_their_kinds(tensors)
             and self._gradients_as_before(tensors)
             and torch._C._len_torch_dispatch_stack() == 0
@@ -182,7 +180,7 @@ class Prepared:
         """Recorded for a backward, a block follows other rules."""
         if not torch.is_grad_enabled():
             return not self._training
-        return is_trained(tensors) == self._training and wants_the_same_again() == self._hooked
+        return is_trained(tensors) == self._training and must_save_the_same() == self._hooked
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
         """Whether the call is as valid as the one that was checked."""
@@ -270,7 +268,6 @@ class PreparedSparse(Prepared):
             and not torch.is_grad_enabled()
             and forward_ad._current_level < 0
             and _override() == self._override
-            and registry_version() == self._registry
             and torch._C._len_torch_dispatch_stack() == 0
             and not _is_capturing()
         ) and not self._holds(tensors, activation, plan):
@@ -282,7 +279,7 @@ class PreparedSparse(Prepared):
         if self._left <= 0:
             self.settle()
         layer.ran["forward"] = self._outcome
-        if listens():
+        if paths_are_recorded():
             note_path(self._repeat.path, x, up.shape[0], reason=self._reason)
         return FfnOutput(y)
 

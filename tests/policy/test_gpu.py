@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import repeat
 
 import pytest
 import torch
 
-from twell import register_backend, unregister_backend
+from twell import layer_state
 from twell._files import CACHE_VARIABLE
 from twell.activations import Activation
-from twell.backends import get_backend
+from twell.backends import BACKENDS
 from twell.crossover import gpu as crossover
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.target import Target
 from twell.layer_state import LayerState
 from twell.policy import Resolution, decide, decide_backward, decide_inside, gpu
+
+from ..backends import added
 
 HOPPER = Target(name="a Hopper", capability=(9, 0), processors=132, shared_memory=1 << 17)
 AMPERE = Target(name="an Ampere", capability=(8, 0), processors=108, shared_memory=1 << 17)
@@ -31,6 +34,8 @@ def device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Device.capturing)
     monkeypatch.setattr(gpu, "target_of", lambda _: Device.target)
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    # Layers are read at different paces; here all at the middle one, 1.
+    monkeypatch.setattr(layer_state, "_paces", repeat(0.5 / layer_state._GOLDEN))
     crossover._tuned.cache_clear()
     yield Device
     crossover._tuned.cache_clear()
@@ -281,15 +286,12 @@ def test_the_row_path_where_it_can(layer, dtype, training, record, path):
 
 
 def test_another_backend_may_follow_the_same_rules(layer):
-    register_backend(replace(get_backend("gpu"), name="twin"))
-    try:
+    with added(replace(BACKENDS["gpu"], name="twin")):
         resolution = Resolution("auto", 0, "twin", "automatic")
         for tokens, training in ((PREFILL, False), (2 * PREFILL, True)):
             decision = decide(call(tokens), resolution, layer, training=training, record=False)
             assert (decision.path, decision.backend) == ("block", "twin")
         assert decide(call(100), resolution, layer, training=False, record=False).backend == "dense"
-    finally:
-        unregister_backend("twin")
 
 
 class TestTraining:
