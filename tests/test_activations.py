@@ -26,6 +26,10 @@ def by_definition(spec: str, value: float) -> float:
     return value * value if spec == "relu2" else value
 
 
+def derivative(act: Activation, pre: torch.Tensor) -> torch.Tensor:
+    return act.backward(torch.ones_like(pre), pre)
+
+
 def assert_same(got: torch.Tensor, expected: list[float]) -> None:
     """Equal element by element, NaN where NaN is expected, nothing where it is not."""
     torch.testing.assert_close(
@@ -76,14 +80,14 @@ def test_derivative_is_what_autograd_gives(spec):
     pre = torch.tensor([v for v in EDGE_CASES if not math.isinf(v)], dtype=torch.float64, requires_grad=True)
     act = Activation.parse(spec)
     (gradient,) = torch.autograd.grad(act(pre).sum(), pre)
-    torch.testing.assert_close(act.derivative(pre.detach()), gradient, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(derivative(act, pre.detach()), gradient, rtol=0, atol=0, equal_nan=True)
 
 
 def test_derivative_by_hand():
     pre = torch.tensor([-1.0, 0.0, 0.25, 0.5, 3.0, NAN])
-    assert_same(Activation("relu").derivative(pre), [0, 0, 1, 1, 1, 1])
-    assert_same(Activation("relu2").derivative(pre), [0, 0, 0.5, 1, 6, NAN])
-    assert_same(fatrelu(0.25).derivative(pre), [0, 0, 0, 1, 1, 1])
+    assert_same(derivative(Activation("relu"), pre), [0, 0, 1, 1, 1, 1])
+    assert_same(derivative(Activation("relu2"), pre), [0, 0, 0.5, 1, 6, NAN])
+    assert_same(derivative(fatrelu(0.25), pre), [0, 0, 0, 1, 1, 1])
 
 
 @pytest.mark.parametrize("spec", SPECS)

@@ -57,7 +57,7 @@ def test_a_loss_of_l1_alone():
 
 
 def test_few_16_bit_tokens_without_16_bit_units(monkeypatch):
-    monkeypatch.setattr("twell.kernels.cpu_multiply.has_native_gemm", lambda dtype: False)
+    monkeypatch.setattr("twell.kernels.cpu.gemm.has_native_gemm", lambda dtype: False)
     operands = block(2, dtype=torch.bfloat16)
     operands["down"] = operands["down"].mT.contiguous().mT
     with torch.no_grad():

@@ -7,11 +7,11 @@ import warnings
 import pytest
 import torch
 
-import twell
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, reference
 from twell.synthetic import make_ffn
 
 from .accuracy import assert_accurate, stock_dense
+from .backends import added, dense_backend
 
 PLANS = [None, Plan(path="dense"), Plan(path="row"), Plan(path="block", block_rows=4)]
 SPARSE_PLANS = PLANS[2:]
@@ -223,7 +223,7 @@ class TestTransforms:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
     def test_few_16_bit_tokens_without_16_bit_units(self, monkeypatch, dtype):
         """Dense products over such weights are sums of rows, which have neither tangent nor batching rule."""
-        monkeypatch.setattr("twell.kernels.cpu_multiply.has_native_gemm", lambda dtype: False)
+        monkeypatch.setattr("twell.kernels.cpu.gemm.has_native_gemm", lambda dtype: False)
         x, up, down, gate = operands(dtype=dtype)
         down = down.mT.contiguous().mT
         forward_ad = torch.autograd.forward_ad
@@ -326,18 +326,11 @@ class TestCompile:
 
     def test_fallback_is_logged_while_tracing(self, caplog):
         tensors = operands(dtype=torch.float64)  # a site no other test resolves with this plan
-        twell.register_backend(
-            twell.Backend(
-                name="refuses", paths=frozenset({"row"}), refusal=lambda site: "testing", forward=None
-            )
-        )
-        try:
+        with added(dense_backend("refuses", refusal=lambda site: "testing")):
             compiled = torch.compile(
                 lambda *t: ffn(*t, plan=Plan(path="row", backend="refuses")), fullgraph=True, backend="eager"
             )
             torch.testing.assert_close(compiled(*tensors), stock_dense(*tensors))
-        finally:
-            twell.unregister_backend("refuses")
         assert "backend 'refuses': testing" in caplog.text
 
 

@@ -11,8 +11,8 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_after_import", "_checks", "_extras", "_files", "_log"},
-    {"_processor", "_ran", "_transformers_hook", "_version", "saving"},
+    {"_after_import", "_checks", "_extras", "_files", "_log", "_observers"},
+    {"_processor", "_transformers_hook", "_version"},
     {"activations", "layer_state"},
     {"reference", "formats", "synthetic"},
     {"kernels"},

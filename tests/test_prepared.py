@@ -11,10 +11,8 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-import twell
-from twell import Backend, Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state, prepared
+from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state, prepared
 from twell.kernels.args import Decision
-from twell.kernels.dense import dense_forward
 from twell.layer_state import layer_of
 
 from .accuracy import stock_dense
@@ -130,18 +128,6 @@ def test_only_calls_of_the_same_kind(asked, monkeypatch):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             ffn(x, up, down, gate)
 
-    def registered():
-        twell.register_backend(
-            Backend(
-                name="new",
-                paths=frozenset({"row"}),
-                refusal=lambda site: None,
-                forward=lambda args, decision, record: dense_forward(args, record),
-            )
-        )
-        ffn(x, up, down, gate)
-        twell.unregister_backend("new")
-
     def environment():
         monkeypatch.setenv("TWELL_PLAN", "auto")
         ffn(x, up, down, gate)
@@ -157,7 +143,6 @@ def test_only_calls_of_the_same_kind(asked, monkeypatch):
         lambda: ffn(x.double(), up.double(), down.double(), gate.double()),
         lambda: ffn_with_stats(x, up, down, gate),
         autocast,
-        registered,
         environment,
     )
     for other in others:

@@ -11,7 +11,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, policy, recorded_paths
-from twell.kernels import cpu_backward
 
 from .accuracy import assert_accurate, stock_dense
 from .training import NAMES, assert_gradients_accurate, assert_l1_alone, block, gradients
@@ -28,7 +27,7 @@ def plan(request):
 @pytest.fixture
 def always_sparse(monkeypatch):
     """Small blocks on the active set too, however active they are."""
-    monkeypatch.setattr(cpu_backward, "FEW_TOKENS", 0)
+    monkeypatch.setattr(policy.cpu, "_STOCK_TOKENS", 0)
     monkeypatch.setattr(policy.cpu, "_backward_can_pay", lambda args, site: True)
     monkeypatch.setattr(policy.cpu, "_is_sparse", lambda args: True)
 

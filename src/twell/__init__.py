@@ -10,12 +10,11 @@ from ._processor import apply_kept_verdict as _apply_kept_verdict
 
 _apply_kept_verdict()
 
-from ._ran import Ran, recorded_paths
+from ._log import Ran, recorded_paths
 from ._transformers_hook import install as _install_transformers_hook
 from ._version import __version__
 from .accumulation import accumulate_in_place
 from .activations import Activation, fatrelu
-from .backends import Backend, Site, Training, backend_names, register_backend, unregister_backend
 from .explanation import ExplainedLayer, Explanation, explain
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
 from .functional import FfnStats, ffn, ffn_with_stats
@@ -28,7 +27,6 @@ _install_transformers_hook()
 
 __all__ = [
     "Activation",
-    "Backend",
     "BlockTwELL",
     "ExplainedLayer",
     "Explanation",
@@ -37,21 +35,16 @@ __all__ = [
     "HybridTransposed",
     "Plan",
     "Ran",
-    "Site",
     "SparseMLP",
-    "Training",
     "TrainingState",
     "TwELL",
     "__version__",
     "accumulate_in_place",
-    "backend_names",
     "overflowed_steps",
     "explain",
     "fatrelu",
     "ffn",
     "ffn_with_stats",
     "recorded_paths",
-    "register_backend",
     "training_states",
-    "unregister_backend",
 ]

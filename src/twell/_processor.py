@@ -1,8 +1,8 @@
 """Which CPU this is, and whether its 16-bit matrix units work.
 
-Some virtual machines name AMX and kill the process that executes it: stock PyTorch's 16-bit products then
-end with SIGILL, or fail to create a primitive. A child process finds out, its answer is kept by boot and
-CPU, and oneDNN is capped before its first product: it reads the cap once.
+Some virtual machines advertise AMX and kill the process that executes it: stock PyTorch's 16-bit products
+then end with SIGILL, or fail to create a primitive. A child process tries them, the answer is kept by boot
+and CPU, and oneDNN is capped before its first product, since it reads the cap only once.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ._files import cache_folder, write_atomically
 CAP_VARIABLE = "ONEDNN_MAX_CPU_ISA"
 _OLD_CAP_VARIABLE = "DNNL_MAX_CPU_ISA"
 
-# Tried in turn until the products survive. The first leaves everything but AMX: such machines need no more.
+# Tried in turn until the products survive. The first forbids only AMX, which was enough on such machines.
 CAPS = ("AVX512_CORE_FP16", "AVX512_CORE", "AVX2")
 _NOTHING_HELPS = "nothing helps"
 _TRIAL_SECONDS = 120
 _CPUINFO = "/proc/cpuinfo"
 
-# What stock models do in 16 bits: matrix products, with and without bias, of one token and of many.
+# What stock models do in 16 bits: matrix products with a bias, of one token and of many.
 _TRIAL = """
 import torch
 print("begun", flush=True)
@@ -44,9 +44,9 @@ _log = logging.getLogger("twell")
 
 
 class Verdict(NamedTuple):
-    """What is known of this CPU's 16-bit products.
+    """Whether this CPU's 16-bit products work.
 
-    cap:    the value of ONEDNN_MAX_CPU_ISA that they need; "" if none is needed.
+    cap:    the ONEDNN_MAX_CPU_ISA they need; "" for none.
     words:  the same in words.
     """
 
@@ -64,7 +64,7 @@ def cpu_name() -> str:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str]:
-    """The instruction sets that the system names; empty where it does not say."""
+    """The instruction sets the system lists; empty if it lists none."""
     return frozenset(_cpuinfo("flags").split())
 
 
@@ -82,7 +82,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def fingerprint(*more: str) -> str:
-    """Twelve hexadecimal digits that stand for this CPU and `more`."""
+    """Twelve hexadecimal digits for this CPU and `more`."""
     parts = (cpu_name(), *sorted(cpu_flags()), *more)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
@@ -92,7 +92,7 @@ def names_amx() -> bool:
 
 
 def apply_kept_verdict() -> Verdict | None:
-    """Cap oneDNN if an earlier trial on this boot found that this CPU needs it; starts nothing."""
+    """Cap oneDNN if a trial since the last boot found that it needs it; starts no process."""
     if not names_amx() or _is_capped():
         return None
     verdict = _kept_verdict()
@@ -102,7 +102,7 @@ def apply_kept_verdict() -> Verdict | None:
 
 
 def make_products_safe() -> Verdict:
-    """Find out whether 16-bit products work here (a few seconds, once per boot) and cap oneDNN if not."""
+    """Try whether 16-bit products work here (a few seconds, once per boot) and cap oneDNN if not."""
     if _applied is not None:
         return _applied
     if _is_capped():
@@ -114,7 +114,7 @@ def make_products_safe() -> Verdict:
     if verdict is None:
         verdict = _try_products()
         if verdict is None:
-            return Verdict("", "names AMX; whether it works could not be tried")
+            return Verdict("", "AMX is there, but could not be tried")
         if verdict.words != _NOTHING_HELPS:
             _keep(verdict)
     _apply(verdict)
@@ -132,11 +132,11 @@ def _apply(verdict: Verdict) -> None:
         os.environ[CAP_VARIABLE] = verdict.cap
         _log.warning("twell: %s; %s=%s", verdict.words, CAP_VARIABLE, verdict.cap)
     elif verdict.words == _NOTHING_HELPS:
-        _log.warning("twell: 16-bit products fail on this CPU, whatever oneDNN is capped at; use float32")
+        _log.warning("twell: 16-bit products fail on this CPU under every oneDNN cap; use float32")
 
 
 def _try_products() -> Verdict | None:
-    """None where no trial came to an end."""
+    """None if no trial finished."""
     survives = _survives("")
     if survives is None:
         return None
@@ -144,12 +144,12 @@ def _try_products() -> Verdict | None:
         return Verdict("", "AMX works")
     for cap in CAPS:
         if _survives(cap):
-            return Verdict(cap, "this CPU names AMX and fails on it, so oneDNN is capped")
+            return Verdict(cap, "this CPU lists AMX but fails on it, so oneDNN is capped")
     return Verdict("", _NOTHING_HELPS)
 
 
 def _survives(cap: str) -> bool | None:
-    """Whether a process of its own multiplies 16-bit matrices under `cap` and lives; None: nobody knows."""
+    """Whether a child process survives 16-bit products under `cap`; None if it could not be tried."""
     environment = {name: value for name, value in os.environ.items() if name != CAP_VARIABLE}
     if cap:
         environment[CAP_VARIABLE] = cap
@@ -162,10 +162,10 @@ def _survives(cap: str) -> bool | None:
             stderr=subprocess.DEVNULL,
             timeout=_TRIAL_SECONDS,
         )
-    except (OSError, TypeError, subprocess.TimeoutExpired):  # TypeError: no executable, Python is embedded
+    except (OSError, TypeError, subprocess.TimeoutExpired):  # TypeError: embedded Python has no executable
         return None
     if not finished.stdout.startswith(b"begun"):
-        return None  # it did not get as far as a product
+        return None  # it never reached a product
     return finished.returncode == 0
 
 
@@ -176,8 +176,8 @@ def _keep(verdict: Verdict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(verdict._asdict()) + "\n")
-    except OSError:  # tried again by the next process
-        _log.info("twell: could not keep what was found about this CPU in %s", path)
+    except OSError:  # the next process tries again
+        _log.info("twell: could not keep the verdict on this CPU in %s", path)
 
 
 def _kept_verdict() -> Verdict | None:
@@ -193,7 +193,7 @@ def _kept_verdict() -> Verdict | None:
 
 
 def _verdict_file() -> Path | None:
-    """Named after CPU, boot and torch: a restarted machine may have moved to other hardware."""
+    """Named by CPU, boot and torch: a virtual machine may restart on other hardware."""
     folder = cache_folder()
     if folder is None:
         return None
@@ -208,7 +208,7 @@ def _boot() -> str:
 
 
 def _torch_version() -> str:
-    from importlib import metadata  # torch itself need not be imported for this
+    from importlib import metadata  # instead of importing torch
 
     try:
         return metadata.version("torch")

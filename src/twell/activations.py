@@ -1,8 +1,7 @@
 """The sparse activations: `relu`, `relu2` (squared ReLU) and `fatrelu(threshold)`.
 
-Each one is exactly zero below a threshold, which is what makes a neuron *inactive*.
-NaN is never inactive: comparisons are written so that a NaN stays in the active set and
-reaches the output.
+Each is exactly zero up to a threshold; a neuron at zero is *inactive*. A NaN is never inactive: comparisons
+are written so that it stays in the active set and reaches the output.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Activation:
 
     @property
     def spec(self) -> str:
-        """The string that `parse` reads back; the form that registered ops carry."""
+        """The string that `parse` reads, and that registered ops carry."""
         return f"fatrelu({self.threshold!r})" if self.name == "fatrelu" else self.name
 
     def __call__(self, pre: Tensor) -> Tensor:
@@ -79,21 +78,17 @@ class Activation:
         return pre.masked_fill_(self._inactive(pre), 0.0)
 
     def backward(self, grad: Tensor, pre: Tensor) -> Tensor:
-        """The gradient of `pre` from that of the activation; masked as autograd does it, so that an Inf
-        in `grad` does not turn into NaN where the activation is inactive."""
+        """The gradient of `pre` from the activation's, masked as autograd does it (0 at the kink): an Inf in
+        `grad` gives 0, not NaN, where the activation is inactive."""
         return torch.where(self._inactive(pre), 0.0, grad * (2 * pre) if self.name == "relu2" else grad)
 
-    def derivative(self, pre: Tensor) -> Tensor:
-        """d act / d pre, elementwise, as autograd gives it (0 at the kink, NaN counted as active)."""
-        return self.backward(torch.ones_like(pre), pre)
-
     def _inactive(self, pre: Tensor) -> Tensor:
-        # torch rounds the scalar to the tensor's dtype first, possibly up past values that are above it.
+        # torch rounds the scalar to the tensor's dtype, possibly up past values that are above the threshold.
         return pre <= largest_at_most(self.threshold, pre.dtype)
 
 
 def largest_at_most(value: float, dtype: torch.dtype) -> float:
-    """The largest number of `dtype` that is not above `value` (>= 0)."""
+    """The largest number of `dtype` that is at most `value` (>= 0)."""
     limits = torch.finfo(dtype)
     if value >= limits.max:
         return limits.max

@@ -1,7 +1,6 @@
-"""The registry of implementations that a plan can choose from.
+"""The table of backends: what each can run, why not, and the functions that run it.
 
-A backend says what it cannot run and why, computes the forward, and may bring a backward of its own. Whether
-it is worth it is for `policy` to decide. New kernels join with `register_backend`.
+Whether sparse pays is for `policy` to decide.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ._checks import reject
-from .kernels import cpu_training
 from .kernels.args import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
-from .kernels.cpu import cpu_forward
-from .kernels.csr import SAMPLED_DOT_AVAILABLE
-from .kernels.dense import dense_backward, dense_forward
+from .kernels.cpu.backward import cpu_backward
+from .kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
+from .kernels.cpu.forward import cpu_forward, cpu_train_forward
+from .kernels.dense import dense_forward
 from .kernels.gpu.sizes import list_sizes
 
 PATHS = ("auto", "dense", "row", "block")
@@ -44,28 +43,23 @@ class Site:
 
 
 class Repeat(Protocol):
-    """path: what ran, as `recorded_paths` has it."""
+    """Runs a call again. path: what ran, as `recorded_paths` names it."""
 
     path: str
 
     def __call__(self, *tensors: Tensor | None) -> Tensor | None:
-        """y [..., E] of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias), or None where that has
-        to be run in full."""
-
-
-Forward = Callable[[FfnArgs, Decision, bool], FfnOutput]
-Backward = Callable[[FfnArgs, Tensor, Tensor | None, FfnArgs], Gradients]
+        """y [..., E] of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias); None: run it in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training kernels whose backward takes over something from the forward.
+    """Training kernels; the forward may hand something to the backward.
 
     forward:   (args, decision, record) -> FfnOutput and what the backward wants saved.
     backward:  (args, saved, decision, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments.
     sizes:     (tokens, neurons, block_rows) -> sizes of the two saved tensors.
-    adds:      whether `backward` takes an `Existing` more, and gives None where it has added to that.
-    repeat:    (args, decision, record) of a step whose forward has just run -> how it is run again, or None.
+    adds:      whether `backward` also takes an `Existing`, and gives None where it has added to that.
+    repeat:    (args, decision, record) of a step whose forward has just run -> how to run it again, or None.
     """
 
     forward: Callable[[FfnArgs, Decision, bool], tuple[FfnOutput, Saved]]
@@ -79,31 +73,23 @@ class Training:
 class Backend:
     """One implementation of the feed-forward block.
 
-    name:        how plans and logs call it.
-    paths:       the plan paths it implements, of "auto", "dense", "row", "block".
-    refusal:     Site -> why it cannot run there, or None if it can.
-    forward:     (args, decision, record) -> FfnOutput.
-    backward:    (args, grad_y, grad_l1, needed) -> gradients of the seven tensor arguments; None means the
-                 dense backward.
-    training:    kernels for training that do more than that; None if there are none.
-    rules:       "cpu" or "gpu": whose rules `policy` applies to its calls; None: it decides for itself.
-    repeat:      (args, decision) of a call that has just run -> how calls with operands of the same shapes,
-                 strides and types are run again, or None; see `kernels.gpu.forward.Repeat`.
+    name:      what plans and logs call it.
+    paths:     the plan paths it implements.
+    refusal:   Site -> why it cannot run there, or None if it can.
+    forward:   (args, decision, record) -> FfnOutput.
+    training:  its training kernels; None: the dense backward.
+    rules:     "cpu" or "gpu": the rules `policy` applies to its calls; None: always dense.
+    repeat:    (args, decision) of a call that has just run -> how to run calls with operands of the same
+               shapes, strides and types again, or None.
     """
 
     name: str
     paths: frozenset[str]
     refusal: Callable[[Site], str | None]
-    forward: Forward
-    backward: Backward | None = None
+    forward: Callable[[FfnArgs, Decision, bool], FfnOutput]
     training: Training | None = None
     rules: str | None = None
     repeat: Callable[[FfnArgs, Decision], Repeat | None] | None = None
-
-    @property
-    def trains(self) -> bool:
-        """Whether it has a backward of its own."""
-        return self.backward is not None or self.training is not None
 
     def refuses(self, site: Site, path: str) -> str | None:
         """Why this backend cannot run `path` at `site`, or None."""
@@ -112,50 +98,15 @@ class Backend:
         return self.refusal(site)
 
 
-_BACKENDS: dict[str, Backend] = {}
-_version = 0
-
-
-def register_backend(backend: Backend) -> None:
-    """Add a backend; automatic plans try later registrations first, so specialised ones win."""
-    if backend.name in _BACKENDS:
-        reject("backend.name", repr(backend.name), f"a new name, not one of {backend_names()}")
-    unknown = backend.paths - set(PATHS)
-    if unknown:
-        reject("backend.paths", sorted(unknown), f"names from {PATHS}")
-    _BACKENDS[backend.name] = backend
-    _bump_version()
-
-
-def unregister_backend(name: str) -> None:
-    """Remove a backend that `register_backend` added."""
-    del _BACKENDS[get_backend(name).name]
-    _bump_version()
-
-
-def registry_version() -> int:
-    """A number that changes with every registration, for caches of decisions."""
-    return _version
-
-
-def _bump_version() -> None:
-    global _version
-    _version += 1
-
-
 def get_backend(name: str) -> Backend:
-    if name not in _BACKENDS:
-        reject("backend", repr(name), " | ".join(map(repr, backend_names())))
-    return _BACKENDS[name]
-
-
-def backend_names() -> tuple[str, ...]:
-    return tuple(_BACKENDS)
+    if name not in BACKENDS:
+        reject("backend", repr(name), " | ".join(map(repr, BACKENDS)))
+    return BACKENDS[name]
 
 
 def candidates() -> tuple[Backend, ...]:
-    """Sparse backends in the order in which automatic plans try them."""
-    return tuple(b for b in reversed(_BACKENDS.values()) if b.name != "dense")
+    """Sparse backends in the order in which automatic plans try them: the last of the table first."""
+    return tuple(backend for backend in reversed(BACKENDS.values()) if backend.name != "dense")
 
 
 def _cpu_refusal(site: Site) -> str | None:
@@ -180,8 +131,10 @@ def _gpu_refusal(site: Site) -> str | None:
     return None
 
 
+# The GPU's functions import its kernels with the first call: Triton takes half a second, and may be missing.
+
+
 def _gpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
-    # Imported with the first call: Triton takes half a second, and may not be there.
     from .kernels.gpu.forward import gpu_forward
 
     return gpu_forward(args, decision, record)
@@ -211,16 +164,13 @@ def _gpu_train_backward(*arguments) -> Gradients:
     return train_backward(*arguments)
 
 
-register_backend(
+_TABLE = (
     Backend(
         name="dense",
         paths=frozenset({"dense"}),
         refusal=lambda site: None,
         forward=lambda args, decision, record: dense_forward(args, record, reason=decision.reason),
-        backward=dense_backward,
-    )
-)
-register_backend(
+    ),
     Backend(
         name="cpu",
         rules="cpu",
@@ -228,13 +178,11 @@ register_backend(
         refusal=_cpu_refusal,
         forward=cpu_forward,
         training=Training(
-            forward=cpu_training.train_forward,
-            backward=cpu_training.train_backward,
-            sizes=cpu_training.sizes,
+            forward=cpu_train_forward,
+            backward=cpu_backward,
+            sizes=lambda tokens, neurons, block_rows: (0, 0),
         ),
-    )
-)
-register_backend(
+    ),
     Backend(
         name="gpu",
         rules="gpu",
@@ -249,5 +197,6 @@ register_backend(
             adds=True,
             repeat=_gpu_step_repeat,
         ),
-    )
+    ),
 )
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in _TABLE}

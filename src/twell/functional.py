@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from ._checks import FLOAT_DTYPES, reject
 from ._log import log_once
+from ._observers import must_save_the_same
 from .activations import Activation
 from .backends import get_backend
 from .kernels.args import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
@@ -20,9 +21,8 @@ from .kernels.dense import dense_forward
 from .layer_state import LayerState, layer_of
 from .ops import ffn_op, train_op
 from .plan import Plan, is_automatic, resolution_state
-from .policy import Resolution, decide, resolve_cached
+from .policy import Resolution, decide, resolve_cached, resolve_observed
 from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
-from .saving import wants_the_same_again
 from .training_step import run_training_step
 
 
@@ -200,7 +200,7 @@ def _run(
         layer,
         training=training,
         record=record,
-        hooked=training and wants_the_same_again(),
+        hooked=training and must_save_the_same(),
     )
     if decision.backend == "dense":
         if compile_dense and x.is_cuda:
@@ -234,7 +234,7 @@ def _keep_repeat(
     if training:
         repeats = None if backend.training is None else backend.training.repeat
         # A checkpoint wants what this step has saved when it is computed again: no other kind of step.
-        repeat = None if repeats is None or wants_the_same_again() else repeats(args, decision, record)
+        repeat = None if repeats is None or must_save_the_same() else repeats(args, decision, record)
         if repeat is not None:
             prepared = PreparedStep(tensors, args.activation, plan, decision, repeat, record)
             layer.keep_prepared(x.shape, call_mode(record), prepared)
@@ -247,11 +247,8 @@ def _keep_repeat(
 
 def _run_observed(args: FfnArgs, resolution: Resolution, training: bool, record: bool) -> FfnOutput:
     """Where something has to see the registered op: a compiler, a dispatch mode, a tensor subclass."""
-    path, block_rows, backend, reason = resolution
-    # Who looks sees a dense block whole (a compiler fuses it), and nothing has to be computed again for the
-    # backward: better than an op that may turn out dense inside.
-    trainable = training and get_backend(backend).training is not None
-    if backend == "dense" or (trainable and path == "auto"):
+    path, block_rows, backend, reason = resolve_observed(resolution, training)
+    if backend == "dense":
         return dense_forward(args, record, reason=reason)
     op = train_op if training else ffn_op
     y, l1, firing, *_ = op(*args[:-1], args.activation.spec, path, block_rows, backend, record)

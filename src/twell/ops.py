@@ -156,12 +156,10 @@ def _backward(
     """The backend's own backward, the gradient of `down` laid out like `down`; grad_y None: the output has no
     part in the loss."""
     kernels, down = get_backend(step.backend), args.down
-    if kernels.training is None and kernels.backward is None:
+    if kernels.training is None:
         return laid_out(dense_backward(args, grad_y, grad_l1, wanted), down)
     if grad_y is None:
         args, grad_y = _without_output(args)
-    if kernels.training is None:
-        return laid_out(kernels.backward(args, grad_y, grad_l1, wanted), down)
     decision = decide_backward(args, step.block_rows, step.backend, step.decision)
     return laid_out(kernels.training.backward(args, saved, decision, grad_y, grad_l1, wanted, *into), down)
 

@@ -1,4 +1,4 @@
-"""Plans: which path and backend a caller, or the environment, wants."""
+"""Plans: the path and backend that a caller, or the environment, asks for."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from operator import index
 import torch
 
 from ._checks import reject, require_choice
-from .backends import PATHS, get_backend, registry_version
+from .backends import PATHS, get_backend
 
 ENVIRONMENT_VARIABLE = "TWELL_PLAN"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a block is to be executed.
+    """How to run a block.
 
-    path:        "auto"   the backend decides from the activations it sees (the default);
+    path:        "auto"   sparse where it pays (the default);
                  "dense"  stock PyTorch;
-                 "row"    per token, active neurons only;
+                 "row"    per token, active neurons only: the paper's path;
                  "block"  per block of tokens, the union of their active neurons.
     block_rows:  tokens per block of the block path; 0 leaves it to the backend. On a GPU 64 or 128.
-    backend:     a registered backend by name; None takes the first that can run.
+    backend:     "dense", "cpu" or "gpu"; None takes the first that can run.
     """
 
     path: str = "auto"
@@ -43,8 +43,8 @@ class Plan:
 
     @property
     def spec(self) -> str:
-        """The string that `parse` reads back: "block,rows=16,backend=cpu"."""
-        block_rows = index(self.block_rows)  # a constant for compilers, too
+        """The string that `parse` reads: "block,rows=16,backend=cpu"."""
+        block_rows = index(self.block_rows)  # makes it a constant for compilers
         rows = f",rows={block_rows}" if block_rows else ""
         backend = f",backend={self.backend}" if self.backend is not None else ""
         return f"{self.path}{rows}{backend}"
@@ -75,10 +75,10 @@ def parse_override(text: str) -> Plan:
 
 
 def is_automatic(plan: Plan | None) -> bool:
-    """Whether nobody has named a path: neither `plan` nor the environment."""
+    """Whether neither `plan` nor the environment names a path."""
     return (plan is None or plan.path == "auto") and not os.environ.get(ENVIRONMENT_VARIABLE)
 
 
-def resolution_state() -> tuple[str | None, int, int]:
-    """What decisions depend on besides the call: a key for caches of them."""
-    return os.environ.get(ENVIRONMENT_VARIABLE), registry_version(), torch.get_num_threads()
+def resolution_state() -> tuple[str | None, int]:
+    """What a resolution depends on besides the call: a key for caches."""
+    return os.environ.get(ENVIRONMENT_VARIABLE), torch.get_num_threads()

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._ran import listens, note_path
+from ._log import note_path, paths_are_recorded
+from ._observers import must_save_the_same
 from .activations import Activation
-from .backends import Repeat, registry_version
+from .backends import Repeat
 from .kernels.args import Decision, FfnArgs, FfnOutput, StepRepeat
 from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
-from .saving import wants_the_same_again
 from .training_step import repeat_training_step
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
@@ -114,7 +114,6 @@ class Prepared:
         "_plan",
         "_reading",
         "_reason",
-        "_registry",
         "_spec",
         "_threads",
         "_training",
@@ -130,9 +129,9 @@ class Prepared:
         self._reading, self._reason = decision.reading, decision.reason
         self._version = 0 if decision.reading is None else decision.reading.version
         self._outcome = decision.layer.ran["forward"]
-        self._override, self._registry = _override(), registry_version()
+        self._override = _override()
         self._threads = torch.get_num_threads()
-        self._training, self._hooked = is_trained(tensors), wants_the_same_again()
+        self._training, self._hooked = is_trained(tensors), must_save_the_same()
 
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
@@ -181,7 +180,6 @@ class Prepared:
             and (activation is self._activation or activation == self._spec or activation == self._activation)
             and _override() == self._override
             and torch.get_num_threads() == self._threads
-            and registry_version() == self._registry
             and self._are_of_their_kinds(tensors)
             and self._gradients_as_before(tensors)
             and torch._C._len_torch_dispatch_stack() == 0
@@ -193,7 +191,7 @@ class Prepared:
         """Recorded for a backward, a block follows other rules."""
         if not torch.is_grad_enabled():
             return not self._training
-        return is_trained(tensors) == self._training and wants_the_same_again() == self._hooked
+        return is_trained(tensors) == self._training and must_save_the_same() == self._hooked
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
         """Whether the call is as valid as the one that was checked."""
@@ -283,7 +281,6 @@ class PreparedSparse(Prepared):
             and not torch.is_grad_enabled()
             and forward_ad._current_level < 0
             and _override() == self._override
-            and registry_version() == self._registry
             and torch._C._len_torch_dispatch_stack() == 0
             and not _is_capturing()
         ) and not self._holds(tensors, activation, plan):
@@ -295,7 +292,7 @@ class PreparedSparse(Prepared):
         if self._left <= 0:
             self.settle()
         self._note(layer)
-        if listens():
+        if paths_are_recorded():
             note_path(self._repeat.path, x, up.shape[0], reason=self._reason)
         return FfnOutput(y)
 

@@ -1,7 +1,7 @@
 """The definition of correct: feed-forward blocks in plain PyTorch, written to be read.
 
-Every kernel, test and benchmark of the library is compared with these functions and with nothing
-else that was written here. They favour clarity over speed: nothing is skipped, nothing is packed.
+Every kernel, test and benchmark is compared with these functions, and with nothing else written here. They
+favour clarity over speed: nothing is skipped, nothing is packed.
 
 Shapes: x [..., D]; up, gate [H, D]; down [D, H]; biases [H], [H], [D]; output [..., D].
 M is the number of tokens, the product of x's leading dimensions.

@@ -1,8 +1,8 @@
 """Synthetic workloads whose sparsity looks like a trained model's, and recorded activation traces.
 
-A model trained with ReLU and L1 has neurons of very different firing rates. What matches real text
-(active neurons per token *and* per block of tokens) is: independent neurons, log-normal rates with
-sigma 2, 30% of them dead, rates clipped at one half, scaled to the wanted mean number of actives.
+The neurons of a model trained with ReLU and L1 fire at very different rates. Independent neurons with
+log-normal rates (sigma 2), 30% of them dead, rates clipped at one half and scaled to the wanted mean match
+real text, in active neurons per token *and* per block of tokens.
 """
 
 from __future__ import annotations
@@ -98,10 +98,9 @@ def make_ffn(
 ) -> SyntheticFfn:
     """A block whose selector projection fires about `nnz` of `neurons` neurons per token.
 
-    Where dead and max_rate are not given they are 0.3 and 0.5, as in trained models, as far as `nnz`
-    can be reached with them, else 0 and 1. How it works: x[:, 0] is constant, the other features are
-    normal, and each selector row's weight on x[:, 0] shifts its pre-activation to the normal quantile
-    of the neuron's firing rate.
+    dead and max_rate default to 0.3 and 0.5, as in trained models, or to 0 and 1 where `nnz` needs more.
+    x[:, 0] is constant, the other features are normal, and each selector row's weight on x[:, 0] shifts its
+    pre-activation to the normal quantile of the neuron's firing rate.
     """
     require_positive_int("tokens", tokens)
     require_positive_int("hidden", hidden)
@@ -154,7 +153,7 @@ class ActivationTrace:
         return self.indices.numel() / max(self.tokens, 1)
 
     def mask(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """bool [stop - start, H]: the tokens start .. stop-1."""
+        """bool [stop - start, H]: which neurons fired for the tokens start .. stop-1."""
         stop = self.tokens if stop is None else stop
         if not 0 <= start <= stop <= self.tokens:
             reject("start, stop", (start, stop), f"0 <= start <= stop <= {self.tokens}")

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ._ran import note_path
+from ._log import note_path
+from ._observers import saving_observer
 from .accumulation import accumulates_in_place
 from .activations import Activation
 from .backends import get_backend
@@ -34,7 +35,6 @@ from .ops import (
     without_the_op,
 )
 from .policy import decide_inside
-from .saving import saving_watcher
 
 
 class _TrainingStep(torch.autograd.Function):
@@ -171,7 +171,7 @@ def _eager_gradients(
 
 def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     """An eager step on a sparse path, with its backward; or one that decides when it runs."""
-    checkpointed = _is_open(decision) and saving_watcher() == "checkpoint"
+    checkpointed = _is_open(decision) and saving_observer() == "checkpoint"
     step = _CheckpointedStep if checkpointed else _TrainingStep
     return FfnOutput(*step.apply(decision, args.activation, record, *args[:-1]))
 

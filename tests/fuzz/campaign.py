@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from twell.backends import BACKENDS
 from twell.measure.environment import commit, hardware, versions
 
+from ..backends import interpreted_backend
 from .case import Case
 from .draw import KINDS, draw
 from .judge import StockRefusesError, judge
@@ -46,9 +49,9 @@ def prepare(device: str) -> None:
     matmul.allow_tf32 = False
     matmul.allow_bf16_reduced_precision_reduction = matmul.allow_fp16_reduced_precision_reduction = False
     if device == "interpreted":
-        from .interpreted import register
-
-        register()
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+        backend = interpreted_backend()
+        BACKENDS.setdefault(backend.name, backend)
 
 
 def run_cases(device: str, seed: int, indices: Iterable[int]) -> Chunk:

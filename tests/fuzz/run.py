@@ -11,7 +11,7 @@ from torch import Tensor
 
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, layer_state, policy, recorded_paths, reference
 from twell.activations import Activation
-from twell.kernels import cpu_backward, cpu_multiply, cpu_probe
+from twell.kernels.cpu import gemm, probe
 
 from .case import Case
 from .tensors import make_operands, make_weighting
@@ -206,16 +206,16 @@ def _switches(case: Case):
         def measured(name, measure, *, otherwise):
             return next(number for kind, number in kept.items() if name.startswith(kind))
 
-        stack.enter_context(mock.patch.object(cpu_probe, "measured", measured))
+        stack.enter_context(mock.patch.object(probe, "measured", measured))
         for name in ("_WORTH_LOOKING_SECONDS", "_MANY_WORTH_LOOKING_SECONDS"):
             stack.enter_context(mock.patch.object(policy.cpu, name, 0.0))
-        stack.enter_context(mock.patch.object(cpu_multiply, "has_native_gemm", return_value=native))
+        stack.enter_context(mock.patch.object(gemm, "has_native_gemm", return_value=native))
         layer_state._temporaries.cache_clear()  # a case knows no other
         policy.resolve_cached.cache_clear()  # what other thresholds gave
         stack.callback(policy.resolve_cached.cache_clear)
         if case.sparse_backward:
             for module, name, value in (
-                (cpu_backward, "FEW_TOKENS", 1),
+                (policy.cpu, "_STOCK_TOKENS", 1),
                 (policy.cpu, "_backward_can_pay", lambda args, site: not site.native_16_bit),
                 (policy.cpu, "_is_sparse", lambda *_: True),
             ):

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from twell import policy, recorded_paths
 from twell.crossover import cpu as crossover
-from twell.kernels import cpu_probe
+from twell.kernels.cpu import probe
 from twell.train.run import train
 
 from .runs import ROOT, logged, small_run, write_corpus
@@ -46,10 +46,10 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv("TWELL_CACHE", str(tmp_path / f"cache-{limit}"))
         monkeypatch.setattr(crossover, "_measure_row_limit", lambda site: limit)
         monkeypatch.setattr(crossover, "_measure_block_gain", lambda site: 0.0)
-        cpu_probe.forget()
+        probe._known.clear()
 
     yield become
-    cpu_probe.forget()
+    probe._known.clear()
 
 
 def same_weights(one, other) -> bool:
@@ -83,7 +83,7 @@ def test_a_resumed_run_goes_by_what_it_began_with(corpus, tmp_path, machine, mon
     train(config, tmp_path / "resumed", resume=True, console=QUIET)
     assert same_weights(tmp_path / "row", tmp_path / "resumed")
     stored = json.loads((tmp_path / "resumed" / "choices.json").read_text())
-    assert set(stored[cpu_probe._machine()].values()) == {1.0}
+    assert set(stored[probe._machine()].values()) == {1.0}
 
 
 def test_the_same_command_twice_and_killed_in_between(corpus, tmp_path):

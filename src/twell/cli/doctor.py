@@ -13,10 +13,10 @@ from rich.table import Table
 from .._extras import EXTRAS, how_to_install
 from .._processor import make_products_safe
 from ..activations import Activation
-from ..backends import Site, backend_names, get_backend
+from ..backends import BACKENDS, Site
 from ..kernels.args import FfnArgs
-from ..kernels.cpu_multiply import has_native_gemm
-from ..kernels.cpu_probe import kept_measurements, measurements_file
+from ..kernels.cpu.gemm import has_native_gemm
+from ..kernels.cpu.probe import kept_measurements, measurements_file
 from ..layer_state import LayerState
 from ..measure import hardware, versions
 from ..plan import ENVIRONMENT_VARIABLE, parse_override
@@ -36,8 +36,7 @@ def run_doctor() -> None:
     table = Table(title="Backends", title_justify="left")
     for column in ("backend", "paths", *(f"on {device}" for device in devices)):
         table.add_column(column)
-    for name in backend_names():
-        backend = get_backend(name)
+    for name, backend in BACKENDS.items():
         verdicts = []
         for device in devices:
             reason = backend.refusal(_example_site(device))

@@ -10,7 +10,7 @@ from rich.table import Table
 from .._checks import reject
 from ..crossover.cpu import PROBE_BUCKETS
 from ..crossover.gpu import cache_file
-from ..kernels.cpu_probe import measurements_file
+from ..kernels.cpu.probe import measurements_file
 from ..measure.tune import SHARES, TOKENS, tune
 from ..measure.tune_cpu import DTYPES, CpuLimits, tune_cpu
 

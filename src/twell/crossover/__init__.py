@@ -1,1 +1,1 @@
-"""Where sparse stops paying: limits that were measured, on GPUs (`gpu`) and on this CPU (`cpu`)."""
+"""Measured limits: up to which share of active neurons sparse pays, on GPUs (`gpu`) and this CPU (`cpu`)."""

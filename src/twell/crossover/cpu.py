@@ -1,8 +1,8 @@
-"""Up to which share of active neurons the CPU's sparse paths beat the dense finish: measured here.
+"""Up to which share of active neurons the CPU's sparse paths beat the dense finish.
 
 At D 1024, H 4096 in fp32 the row path breaks even near 15% active neurons on 2 Zen 3 cores and near 7% on 16
-Sapphire Rapids cores. So the limits are measured (`cpu_probe`) the first time a call of their kind (dtype,
-layout, size, threads) has to choose.
+Sapphire Rapids cores. So each limit is measured (`kernels.cpu.probe`) the first time a call of its kind
+(dtype, layout, size, threads) has to choose.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..kernels import cpu_probe
 from ..kernels.args import FfnArgs
-from ..kernels.cpu_paths import finish_block, finish_dense, finish_row, finish_single_row
-from ..kernels.cpu_probe import least_seconds, measure_again, probe_numbers
-from ..kernels.cpu_weights import CpuSite, WeightViews
+from ..kernels.cpu import probe as cpu_probe
+from ..kernels.cpu.paths import finish_block, finish_dense, finish_row, finish_single_row
+from ..kernels.cpu.probe import least_seconds, measure_again, random_floats
+from ..kernels.cpu.weights import CpuSite, WeightViews
 
-_LIMIT_CEILING = 0.25  # the probes end at 10%: do not extrapolate far beyond
-_MARGIN = 0.9  # a sparse path must be expected to take at most this share of the dense time
-# Probes run at the largest powers of two up to a block's sizes, within these.
+_LIMIT_CEILING = 0.25  # probes end at 10%: no extrapolation far beyond
+_MARGIN = 0.9  # a sparse path must take at most this share of the dense time
+# Probes run at the largest powers of two up to a block's sizes, within these bounds.
 _PROBE_HIDDEN, _PROBE_NEURONS = (128, 2048), (256, 4096)
 _PROBE_DENSITIES = (0.01, 0.1)
-PROBE_UNION = 0.25  # share of neurons that the block path is probed with
-PROBE_BUCKETS = (1, 4, 16, 64, 256)  # tokens that stand for themselves and all up to the next
-_COLD_TOKENS = 64  # below, weights come from memory, so a probe rotates among several sets
+PROBE_UNION = 0.25  # share of active neurons at which the block path is probed
+PROBE_BUCKETS = (1, 4, 16, 64, 256)  # each stands for all numbers of tokens up to the next
+_COLD_TOKENS = 64  # with fewer, weights come from memory, so a probe rotates among several sets
 MANY_TOKENS = 64  # the block path needs full blocks
 
 
@@ -48,7 +48,7 @@ def block_pays(site: CpuSite) -> bool:
 
 
 def remeasure(site: CpuSite) -> tuple[float, bool]:
-    """`row_limit` and `block_pays`, measured now and kept in place of what was known."""
+    """Measure `row_limit` and `block_pays` again, and keep the new numbers."""
     probe = _probe_site(site)
     limit = measure_again(_name("row limit", probe), lambda: _measure_row_limit(probe))
     if probe.tokens < MANY_TOKENS:
@@ -96,7 +96,7 @@ def _measure_row_limit(site: CpuSite) -> float:
 
 
 def row_and_dense_meet(dense: float, at_low: float, at_high: float) -> float:
-    """The share of active neurons up to which a row path of these times is worth taking."""
+    """The share of active neurons up to which a row path with these times pays."""
     low, high = _PROBE_DENSITIES
     per_density = max((at_high - at_low) / (high - low), 1e-9)
     return min(max(low + (_MARGIN * dense - at_low) / per_density, 0.0), _LIMIT_CEILING)
@@ -111,10 +111,10 @@ def _measure_block_gain(site: CpuSite) -> float:
 
 
 def _probe_layers(site: CpuSite) -> list[FfnArgs]:
-    """Operands of `site`'s kind; several sets where a real model's would not be in the cache."""
+    """Operands of `site`'s kind; several sets where a real model's weights would not be in the cache."""
     sets = 4 if site.tokens < _COLD_TOKENS else 1
-    neuron_rows = probe_numbers(site.neurons, site.hidden).to(site.dtype)
-    x = probe_numbers(site.tokens, site.hidden).to(site.dtype)
+    neuron_rows = random_floats(site.neurons, site.hidden).to(site.dtype)
+    x = random_floats(site.tokens, site.hidden).to(site.dtype)
     layers = []
     for _ in range(sets):
         up = neuron_rows.clone()
@@ -125,7 +125,7 @@ def _probe_layers(site: CpuSite) -> list[FfnArgs]:
 
 
 def _activations(site: CpuSite, density: float) -> Tensor:
-    drawn = probe_numbers(site.tokens, site.neurons)
+    drawn = random_floats(site.tokens, site.neurons)
     activated = torch.where(drawn < density, 1.0 - drawn, 0.0)
     return activated.to(site.projection_dtype)
 
@@ -134,7 +134,7 @@ Finish = Callable[[WeightViews, Tensor], Tensor]
 
 
 def _seconds(layers: list[FfnArgs], *finishes: tuple[Finish, Tensor]) -> list[float]:
-    """The least time of each finish on its activations, copies of weights included."""
+    """The least seconds of each finish on its activations, copies of weights included."""
 
     def run(finish: Finish, activated: Tensor) -> float:
         copies = [activated.clone() for _ in layers]  # a dense finish works in place

@@ -1,4 +1,4 @@
-"""What the packed formats share: a frozen bundle of tensors that can move, weigh and describe itself."""
+"""What the packed formats share: a frozen bundle of tensors that knows its size and moves between devices."""
 
 from __future__ import annotations
 

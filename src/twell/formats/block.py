@@ -1,4 +1,4 @@
-"""Block TwELL: blocks of consecutive tokens share one list of active neurons."""
+"""Block TwELL, our format: blocks of consecutive tokens share one list of active neurons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid: compact ELL rows for the many light tokens, a dense backup for the few heavy ones."""
+"""Hybrid, the paper's training format: compact ELL rows for light tokens, a dense backup for heavy ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import PackedMatrix, canonical_zeros
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Hybrid(PackedMatrix):
-    """The training format: what forward saves for backward.
+    """The paper's training format: what its forward saves for its backward. Our training does not use it.
 
     A row with at most `cap` non-zeros is *light* and lives in the ELL part; a heavier one is *heavy*
     and lives, dense, in the backup. `route` says which:
@@ -157,7 +157,7 @@ class Hybrid(PackedMatrix):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class HybridTransposed(PackedMatrix):
-    """The neuron-major form of `Hybrid`, which the weight gradients read.
+    """The neuron-major form of `Hybrid`, which the paper's weight gradients read.
 
         neuron n   tokens[offsets[n] : offsets[n+1]]   the light tokens that activate n, ascending
                    values[offsets[n] : offsets[n+1]]   their values

@@ -1,4 +1,4 @@
-"""Row TwELL: every (token, column tile) packs its own non-zeros into a few 32-bit words."""
+"""Row TwELL, the paper's inference format: each (token, tile) packs its non-zeros into 32-bit words."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_COLUMNS = 65_535  # a word holds a 16-bit neuron index
 class TwELL(PackedMatrix):
     """Row TwELL, the paper's inference format.
 
-    The H columns are cut into tiles of `tile` neurons. Each (row, tile) owns tile/compression words
-    of 32 bits; with tile 256 and compression 8 that is 32 words:
+    The H columns are cut into tiles of `tile` neurons. Each (row, tile) owns tile/compression words of 32
+    bits, 32 of them with tile 256 and compression 8:
 
         row m   | tile 0: 32 words | tile 1: 32 words | ... | tile ceil(H/256)-1: 32 words |
                        |
@@ -119,7 +119,7 @@ class TwELL(PackedMatrix):
         return self.words.view(torch.int32).view(self.shape[0], self.tiles, self.words_per_tile)
 
     def counts(self) -> Tensor:
-        """int32 [M, tiles]: entries in the words of each tile, spilled ones not included."""
+        """int32 [M, tiles]: entries in the words of each tile, without spilled ones."""
         return self._tiled_words()[..., 0]
 
     def unpack(self) -> Tensor:

@@ -1,1 +1,1 @@
-"""Implementations of the feed-forward block: `dense` (plain PyTorch, differentiable) and `cpu`."""
+"""Implementations of the feed-forward block: `dense` (plain PyTorch, differentiable), `cpu` and `gpu`."""

@@ -65,8 +65,8 @@ class ChunkRule(Protocol):
 class Decision(NamedTuple):
     """How one call runs, and why. `policy` takes it; backends carry it out.
 
-    path:        "dense", "row" or "block"; "auto": chunk by chunk, as `chunks` says (CPU), or as a backend
-                 that was registered decides.
+    path:        "dense", "row" or "block"; "auto": chunk by chunk, as `chunks` says (CPU), or when a
+                 checkpointed step runs (GPU).
     block_rows:  tokens per block of the block path; 0: the backend's default.
     backend:     the name of the one that runs it.
     reason:      for people.

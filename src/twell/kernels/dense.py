@@ -11,20 +11,20 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.functional import linear
 
-from .._ran import note_path
-from .args import PLAIN, FfnArgs, FfnOutput
-from .cpu_down import reads_badly, sum_all_rows
-from .cpu_multiply import Form, form_for
+from .._log import note_path
+from .._observers import operations_are_observed
+from .args import PLAIN, FfnArgs, FfnOutput, Gradients
+from .cpu.gemm import Form, form_for, reads_badly, sum_all_rows
 
-_FEW_TOKENS = 16  # more are faster through one copy of the weights (7 ms at H 4096, D 1024)
+_SUM_ROWS_TOKENS = 16  # from here on one copy of the weights is faster (7 ms at H 4096, D 1024)
 
 
 def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str = "") -> FfnOutput:
     """The block as stock PyTorch runs it; `record` adds the statistics (l1 is differentiable).
 
     Without `record`, x may be [..., D].
-    tuned: on a CPU, products of few tokens may take the form that is fastest there, where only values matter.
-    reason: why it runs dense, for those who record paths.
+    tuned:   on a CPU, products of few tokens may take the form that is fastest there if only values matter.
+    reason:  why it runs dense, for `recorded_paths`.
     """
     note_path("dense", args.x, args.up.shape[0], reason=reason)
     if not record and args.x.device.type == "cpu" and _only_values_matter() and _are_plain(args):
@@ -33,14 +33,14 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str 
 
 
 def dense_forward_keeping(args: FfnArgs, record: bool, reason: str) -> tuple[FfnOutput, DenseActivations]:
-    """The same, and what `dense_backward` would have to compute again."""
+    """The same, and the activations that `dense_backward` would otherwise compute again."""
     note_path("dense", args.x, args.up.shape[0], reason=reason)
     kept = _projections(args)
     return _finish(args, *kept, record), kept
 
 
 class DenseActivations(NamedTuple):
-    """pre [M, H], of the activation; up [M, H], None without a gate."""
+    """pre [M, H]: the activation's input; up [M, H], None without a gate."""
 
     pre: Tensor
     up: Tensor | None
@@ -69,14 +69,14 @@ def dense_backward(
     grad_l1: Tensor | None,
     needed: FfnArgs,
     kept: DenseActivations | None = None,
-) -> tuple[Tensor | None, ...]:
+) -> Gradients:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias).
 
-    grad_y:   [M, D] or None, where y has no part in the loss: then neither `down` nor `down_bias` gets one.
+    grad_y:   [M, D]; None if y has no part in the loss: then `down` and `down_bias` get no gradient.
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
-    kept:     from `dense_forward_keeping`; None: computed again.
-    Every operation is a traceable torch op, so a compiled backward fuses it.
+    kept:     from `dense_forward_keeping`; None computes it again.
+    Every operation is a traceable torch op, so a compiled backward fuses them.
     """
     x, gate, activation = args.x, args.gate, args.activation
     pre, up = _projections(args) if kept is None else kept
@@ -108,14 +108,14 @@ def dense_backward(
 
 
 def _reaches_hidden(needed: FfnArgs) -> bool:
-    """Whether a gradient is needed that comes through the hidden activations."""
+    """Whether any needed gradient comes through the hidden activations."""
     return needed.x or needed.up or needed.gate or needed.up_bias or needed.gate_bias
 
 
 def _grad_hidden(
     args: FfnArgs, hidden: Tensor, grad_y: Tensor | None, grad_l1: Tensor | None
 ) -> Tensor | None:
-    """[M, H], from y, from L1 or from both."""
+    """[M, H]: from y, from L1 or from both."""
     from_y = None if grad_y is None else grad_y @ args.down
     if grad_l1 is None:
         return from_y
@@ -123,12 +123,11 @@ def _grad_hidden(
     return from_l1 if from_y is None else from_y + from_l1
 
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear, or what computes the same
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear, or the same in another form
 
 
 def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product] | None:
-    """How selector, up and down are multiplied where only values matter; None where that is no matter of
-    operands of this kind alone.
+    """How to multiply selector, up and down where only values matter; None if their kinds do not settle it.
 
     tuned: on a CPU, in the form that is fastest there.
     """
@@ -140,8 +139,8 @@ def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product]
 
 
 def _forward_in_place(args: FfnArgs, tuned: bool) -> Tensor:
-    """y [..., D], the same numbers from fewer buffers. Next to nothing is done between products: threads that
-    have gone to sleep meanwhile take 50 us to wake."""
+    """y [..., D], the same numbers from fewer buffers. Little happens between products: threads that fall
+    asleep there take 50 us to wake."""
     select, up, down = _forms(args) if tuned else (None, None, None)
     hidden = args.activation.apply_(_project(select, args.x, args.selector, args.selector_bias))
     if args.gate is not None:
@@ -152,7 +151,7 @@ def _forward_in_place(args: FfnArgs, tuned: bool) -> Tensor:
 
 
 def _forms(args: FfnArgs) -> tuple[Form | None, ...]:
-    """How selector, up and down are multiplied; None where F.linear does it best."""
+    """How to multiply selector, up and down; None: F.linear."""
     x, features = args.x, max(args.x.shape[-1], 1)
     tokens = x.numel() // features
     return form_for(tokens, args.selector), form_for(tokens, args.up), form_for(tokens, args.down)
@@ -168,11 +167,11 @@ def _project(form: Form | None, x: Tensor, weight: Tensor, bias: Tensor | None) 
 
 
 def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear`, but for weights that a CPU's matrix product reads badly: summed by rows or copied."""
+    """`linear`; weights that a CPU's matrix product reads badly are summed by rows, or copied first."""
     if torch.compiler.is_compiling() or not reads_badly(down):
         return linear(hidden, down, bias)
     flat = hidden.reshape(-1, hidden.shape[-1])
-    if flat.shape[0] < _FEW_TOKENS and down.mT.is_contiguous() and _only_values_matter():
+    if flat.shape[0] < _SUM_ROWS_TOKENS and down.mT.is_contiguous() and _only_values_matter():
         return sum_all_rows(flat, down, bias).view(*hidden.shape[:-1], down.shape[0])
     return linear(hidden, down.contiguous(), bias)
 
@@ -183,12 +182,6 @@ def _are_plain(args: FfnArgs) -> bool:
 
 
 def _only_values_matter() -> bool:
-    """Whether nobody differentiates, transforms or watches the operations: sums of rows have no tangent, and
-    count as no product."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-    )
+    """Whether nobody observes or differentiates the operations: sums of rows have no tangent, and flop
+    counters do not know them as products."""
+    return not (operations_are_observed() or torch.is_grad_enabled() or forward_ad._current_level >= 0)

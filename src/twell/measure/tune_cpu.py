@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
-from ..kernels.cpu_multiply import FEW_TOKENS
-from ..kernels.cpu_multiply import remeasure as remeasure_form
-from ..kernels.cpu_weights import CpuSite
+from ..kernels.cpu.gemm import FEW_TOKENS
+from ..kernels.cpu.gemm import remeasure as remeasure_form
+from ..kernels.cpu.weights import CpuSite
 from ..policy.cpu import sparse_can_pay
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -1,8 +1,9 @@
 """The one decision: which path runs a call, and why.
 
-A call is decided once. `decide` takes eager calls, before they run; `decide_inside` takes those of the
-registered ops, whose graphs were compiled before anything was known; `decide_backward` their backward. What
-was measured lies in `crossover`, what is known of a layer in its `LayerState`.
+`resolve` takes a plan to a path and a backend that can run it. Then a call is decided once: `decide` takes
+eager calls, before they run; `decide_inside` takes the registered ops, whose graphs were compiled before
+anything was known; `decide_backward` takes their backward. `crossover` holds what was measured, a layer's
+`LayerState` what is known of it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from ..kernels.args import Decision, FfnArgs, source_of
 from ..kernels.gpu.sizes import DEFAULT_ROWS
 from ..layer_state import LayerState, layer_of
 from . import cpu, gpu
-from .resolution import Resolution, resolve, resolve_cached
+from .resolution import Resolution, resolve, resolve_cached, resolve_observed
 
-__all__ = ["Resolution", "decide", "decide_backward", "decide_inside", "resolve", "resolve_cached"]
+__all__ = [
+    "Resolution",
+    "decide",
+    "decide_backward",
+    "decide_inside",
+    "resolve",
+    "resolve_cached",
+    "resolve_observed",
+]
 
-_UNASKED = 255
+_AHEAD = 255  # calls that repeat a settled decision before everything is checked again
 
 
 def decide(
@@ -28,14 +37,12 @@ def decide(
     record: bool,
     hooked: bool = False,
 ) -> Decision:
-    """For an eager call whose plan came to `resolution`; noted in `layer`.
+    """Decide an eager call whose plan came to `resolution`, and note it in `layer`.
 
-    hooked: whether hooks watch what is saved for the backward, as those of a checkpoint do.
+    hooked: whether hooks see what the step saves for its backward, as in a checkpoint.
     """
     if resolution.backend == "dense":
-        # What was resolved to dense stays so as long as nothing changes. Everything is checked again once in
-        # 256 calls.
-        decision = Decision("dense", 0, "dense", resolution.reason, ahead=_UNASKED, layer=layer)
+        decision = Decision("dense", 0, "dense", resolution.reason, ahead=_AHEAD, layer=layer)
     elif resolution.path == "auto":
         decision = _automatic(args, resolution, layer, training, hooked)
     else:
@@ -54,27 +61,22 @@ def decide_inside(
     record: bool,
     layer: LayerState | None = None,
 ) -> Decision:
-    """For a registered op: its path "auto" is decided now, by what is known of the layer (None: found by its
-    weights)."""
+    """Decide the call of a registered op now, by what is known of the layer (None: found by its weights)."""
     layer = layer or layer_of(source_of(args.selector))
     resolution = Resolution(path, block_rows, backend, "compiled so")
     decision = decide(args, resolution, layer, training=training, record=record)
-    # The op has its own backend to fall back to, which keeps what it saves of the same sizes.
+    # The op's own backend also runs what is decided dense, so that it saves tensors of the same sizes.
     return decision._replace(backend=backend, block_rows=block_rows)
 
 
 def decide_backward(args: FfnArgs, block_rows: int, backend: str, forward: Decision | None) -> Decision:
-    """For the backward of a step; forward: what was decided for its forward, if that is known."""
-    rules = get_backend(backend).rules
-    if rules == "cpu":
+    """Decide the backward of a step; forward: the decision for its forward, if known."""
+    if get_backend(backend).rules == "cpu":
         decision = cpu.decide_backward(args, None if forward is None else forward.layer)
-    elif forward is not None and (rules is None or forward.path == "dense"):
+    elif forward is not None and forward.path == "dense":
         decision = forward
-    elif rules is None:
-        decision = Decision("auto", block_rows, backend, "its backend decides")
     else:
-        rows = block_rows or DEFAULT_ROWS
-        reason = gpu.why_out_of_reach(args, training=True, rows=rows)
+        reason = gpu.why_out_of_reach(args, training=True, rows=block_rows or DEFAULT_ROWS)
         path = "block" if reason is None else "dense"
         known = "as its forward" if forward is None else forward.reason
         reading, layer = (None, None) if forward is None else (forward.reading, forward.layer)
@@ -87,27 +89,22 @@ def decide_backward(args: FfnArgs, block_rows: int, backend: str, forward: Decis
 def _automatic(
     args: FfnArgs, resolution: Resolution, layer: LayerState, training: bool, hooked: bool
 ) -> Decision:
-    _path, rows, backend, reason = resolution
-    rules = _RULES.get(get_backend(backend).rules)
-    if rules is None:  # registered by somebody else, who decides
-        return Decision("auto", rows, backend, reason, layer=layer)
+    rows, backend = resolution.block_rows, resolution.backend
+    rules = cpu if get_backend(backend).rules == "cpu" else gpu
     if training:
         decision = rules.decide_training(args, rows, layer, hooked)
     else:
         decision = rules.decide_inference(args, rows, layer)
-    # Rules name the backend that they were made for; another may follow them, too.
-    return decision if decision.backend in ("dense", backend) else decision._replace(backend=backend)
-
-
-_RULES = {"cpu": cpu, "gpu": gpu}
+    # Rules name the backend they were made for; another may follow them.
+    return decision if decision.backend == "dense" else decision._replace(backend=backend)
 
 
 def _named(
     args: FfnArgs, resolution: Resolution, layer: LayerState, training: bool, record: bool
 ) -> Decision:
-    """A path that somebody names is taken as it is, where the kernels reach."""
+    """Take a named path as it is, where the kernels reach."""
     path, rows, backend, reason = resolution
-    decision = Decision(path, rows, backend, reason, ahead=_UNASKED, layer=layer)
+    decision = Decision(path, rows, backend, reason, ahead=_AHEAD, layer=layer)
     if get_backend(backend).rules != "gpu" or path == "dense":
         return decision
     unreachable = gpu.why_out_of_reach(args, training, rows or DEFAULT_ROWS)

@@ -1,6 +1,6 @@
-"""Sparse or dense on a CPU: by how much work there is, and by the activations themselves.
+"""Sparse or dense on a CPU, by the work of a call and by the activations themselves.
 
-Paths round differently in the last bit; name one in a `Plan` where results must not depend on the machine.
+Paths differ in the last bit; name one in a `Plan` where results must not depend on the machine.
 """
 
 from __future__ import annotations
@@ -11,48 +11,49 @@ from torch.nn.functional import linear
 
 from ..crossover.cpu import MANY_TOKENS, PROBE_UNION, block_pays, row_limit
 from ..kernels.args import Decision, FfnArgs
-from ..kernels.cpu_backward import active_pairs
-from ..kernels.cpu_weights import CpuSite, site_of
-from ..kernels.csr import SAMPLED_DOT_AVAILABLE
+from ..kernels.cpu.backward import active_pairs
+from ..kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
+from ..kernels.cpu.weights import CpuSite, site_of
 from ..layer_state import LayerState
 
-# What a core does on the dense finish, fp32: reads 10 GB/s of cold weights (2 Zen 3 cores 15 in all, 16
-# Sapphire Rapids cores 180), multiplies at 60 GFLOP/s (139 and 900 in all).
+# What a core does in the dense finish, fp32: it reads 10 GB/s of cold weights (2 Zen 3 cores 15 together, 16
+# Sapphire Rapids cores 180) and multiplies at 60 GFLOP/s (139 and 900 together).
 _READ_BYTES_PER_CORE = 10e9
 _FLOPS_PER_CORE = 60e9
-# The least that there must be to save, from reading weights or from multiplying. Looking costs 60 us for one
-# token and up to 200 for many, where threads go to sleep between products (2 Zen 3 cores).
+# Look for zeros only if they can save this much of reading weights, or of multiplying. Looking costs 60 us
+# for one token and up to 200 for many, where threads fall asleep between products (2 Zen 3 cores).
 _WORTH_LOOKING_SECONDS = 0.8e-3
 _MANY_WORTH_LOOKING_SECONDS = 1.5e-3
 
-# Tokens of a chunk that are looked at before all are: at D 256, H 1024, 64 tokens a look at all is 5% of the
-# dense block, at these 1%.
+# A few tokens of a chunk are looked at first: at D 256, H 1024, 64 tokens they cost 1% of the dense block,
+# all of them 5%.
 _SAMPLED_TOKENS = 8
-_WHOLE_OVER_SAMPLE = 1.15  # a little above the limit the row path loses less than was spent on looking
+_WHOLE_OVER_SAMPLE = 1.15  # just above the limit the row path loses less than looking has cost
 
-# Training: the share of active pairs up to which the backward runs on them. Dense time over this one's, fp32,
-# 2 Zen 3 cores, D 512 and 1024, H 4 D, 256 and 1,024 tokens, gated and not, `down` stored either way: 10%
-# active 1.12 to 1.92, 12.5% 0.99 to 1.64, 15% 0.90 to 1.46, 20% 0.80 to 1.15. fp64: 3% 1.67 to 2.43, 5%
-# 1.11 to 1.34.
+# The backward runs on active pairs up to this share of them. Dense time over its own, fp32, 2 Zen 3 cores,
+# D 512 and 1024, H 4 D, 256 and 1,024 tokens, gated and not, `down` stored either way: 10% active 1.12 to
+# 1.92, 12.5% 0.99 to 1.64, 15% 0.90 to 1.46, 20% 0.80 to 1.15. fp64: 3% 1.67 to 2.43, 5% 1.11 to 1.34.
 _MAX_DENSITY = {torch.float32: 0.1, torch.float64: 0.03}
 
-# Tokens from which it does; more if a weight must be copied first. D 1024, H 4096, not gated, 10% active:
-# 16 tokens 1.9, but 0.6 with a copy of `down` in and one of its gradient out (13 ms each); 128 so 0.7.
+# It needs this many tokens; more if a weight must be copied first. D 1024, H 4096, not gated, 10% active: 16
+# tokens 1.9, but 0.6 with a copy of `down` in and one of its gradient out (13 ms each); 128 with copies 0.7.
 _MIN_TOKENS, _MIN_TOKENS_COPYING = 16, 256
 _MIN_HIDDEN = 128  # D 64, H 256, 8,192 tokens, 12.5% active: 0.78
 
-_BACKWARD_SAMPLED_SHARE = 32  # one token in so many is looked at first: about 1% of the dense backward
+_STOCK_TOKENS = 4  # fewer run as stock PyTorch runs them, in their own dtype
+
+_BACKWARD_SAMPLED_SHARE = 32  # looks at one token in 32: about 1% of the dense backward
 _BACKWARD_SAMPLED_TOKENS = range(16, 65)
 _GOLDEN_RATIO = 0.6180339887498949
 
-UNASKED = 255  # calls of a block that is too small, before everything is checked again
+_AHEAD = 255  # calls that repeat "too small" before everything is checked again
 
 _TOO_SMALL = "too little work: looking for zeros would cost more than they save"
 _UNITS = "16-bit matrix units multiply densely faster than anything sparse"
 
 
 def sparse_can_pay(site: CpuSite) -> bool:
-    """Whether the products that sparsity may save take longer than looking for it costs.
+    """Whether the products that sparsity may save take longer than looking for zeros.
 
     Never with 16-bit matrix units: 16 Sapphire Rapids cores, bf16, 2048 tokens, 1% active 0.88x.
     """
@@ -65,7 +66,7 @@ def sparse_can_pay(site: CpuSite) -> bool:
 
 
 class MeasuredChunks:
-    """The cheapest way to finish a chunk of tokens, by the limits that were measured on this machine."""
+    """The cheapest way to finish a chunk of tokens, by limits measured on this machine."""
 
     __slots__ = ("_site",)
 
@@ -96,21 +97,23 @@ class MeasuredChunks:
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call; for its very number of tokens."""
+    """What an automatic plan does with a call."""
     site = site_of(args)
     if sparse_can_pay(site):
         return _by_chunks(site, block_rows, layer)
     reason = _UNITS if site.native_16_bit else _TOO_SMALL
-    chunks = MeasuredChunks(site)  # says that nobody named a path, where the backend has to run it
-    return Decision("dense", 0, "dense", reason, ahead=UNASKED, chunks=chunks, layer=layer)
+    chunks = MeasuredChunks(site)  # tells the backend, should it run this, that nobody named a path
+    return Decision("dense", 0, "dense", reason, ahead=_AHEAD, chunks=chunks, layer=layer)
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
-    """The same for a training step, from a look at a few tokens: the same answer whenever a checkpoint
-    computes it again, so it does not matter whether one does (`hooked`)."""
+    """What an automatic plan does with a training step, from a look at a few tokens.
+
+    A checkpoint that computes the step again gets the same answer, so `hooked` does not matter.
+    """
     site = site_of(args)
     if site.low_precision and not site.native_16_bit:
-        # Computed in float32 however active: stock 16-bit products take forty times as long.
+        # Our paths compute in float32, however active the layer: stock 16-bit products take 40 times as long.
         return _by_chunks(site, block_rows, layer)
     with torch.no_grad():
         if _backward_can_pay(args, site) and _is_sparse(args):
@@ -120,6 +123,9 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
 
 
 def decide_backward(args: FfnArgs, layer: LayerState | None) -> Decision:
+    """On active pairs ("row") or dense; backend "dense" is stock PyTorch in the operands' own dtype."""
+    if args.x.shape[0] < _STOCK_TOKENS:
+        return Decision("dense", 0, "dense", "too few tokens", layer=layer)
     sparse = _backward_can_pay(args, site_of(args)) and _is_sparse(args)
     reason = "few active pairs" if sparse else "too little work, or too many active pairs"
     return Decision("row" if sparse else "dense", 0, "cpu", reason, layer=layer)
@@ -131,7 +137,7 @@ def _by_chunks(site: CpuSite, block_rows: int, layer: LayerState) -> Decision:
 
 
 def _backward_can_pay(args: FfnArgs, site: CpuSite) -> bool:
-    """Whether the active pairs of a block of this kind are worth looking for."""
+    """Whether active pairs are worth looking for in a block of this kind."""
     tokens, hidden = args.x.shape
     weights = (args.up, args.down.mT) if args.gate is None else (args.up, args.down.mT, args.gate)
     copying = not all(weight.is_contiguous() for weight in weights)
@@ -144,11 +150,11 @@ def _backward_can_pay(args: FfnArgs, site: CpuSite) -> bool:
 
 
 def _is_sparse(args: FfnArgs) -> bool:
-    """Whether few enough pairs are active, from a sample of the tokens."""
+    """Whether few enough pairs are active in a sample of the tokens."""
     tokens, neurons = args.x.shape[0], args.up.shape[0]
     least, most = _BACKWARD_SAMPLED_TOKENS.start, _BACKWARD_SAMPLED_TOKENS.stop - 1
     size = min(max(tokens // _BACKWARD_SAMPLED_SHARE, least), most, tokens)
-    # Multiples of the golden ratio spread evenly, without a period that a batch of sequences might have too.
+    # Multiples of the golden ratio spread evenly, without a period that sequences of a batch might share.
     place = torch.arange(size, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO % 1
     wide = torch.promote_types(args.x.dtype, torch.float32)
     x = args.x.index_select(0, (place * tokens).long()).to(wide)

@@ -1,4 +1,4 @@
-"""Sparse or dense on a GPU: by the work of a call and by how active its layer is, without waiting for it."""
+"""Sparse or dense on a GPU, by the work of a call and by how active its layer is, without waiting for it."""
 
 from __future__ import annotations
 
@@ -18,36 +18,35 @@ from ..kernels.gpu.sizes import (
 )
 from ..layer_state import LayerState
 
-# 768 tokens at D 2048, H 5632. With less work, and more than few tokens, sparse was seen to lose.
+# 768 tokens at D 2048, H 5632. Between decode and this much work, sparse lost.
 BLOCK_OPERATIONS = 5.3e10
 
-# With less work, copying `down` neuron by neuron takes a large part of what the sparsity saves.
+# With less work, transposing `down` costs a large part of what sparsity saves.
 TRANSPOSE_OPERATIONS = 5e11
 
-# Operations of a forward pass below which training steps stay dense: 1,024 tokens at D 2048, H 5632, where a
-# step that is waited for is 1.13x as fast as dense, most of it being the host's.
+# Training steps with less work stay dense: 1,024 tokens at D 2048, H 5632, where a step that is waited for is
+# 1.13x as fast as dense, and most of its time is the host's.
 TRAINING_OPERATIONS = 7e10
 
-# Shares of active neurons (of the union of a block) up to which training begins to run sparse, and up to
-# which it goes on so. On an H200 at D 2048, H 5632, time on the device, 1,024 to 4,096 tokens: 1.02x to 1.34x
-# at 0.49, 0.85x to 1.12x at 0.63.
+# Training turns sparse at up to `_ENTER` active neurons (of a block's union), and dense again above `_LEAVE`.
+# GPU time on an H200, D 2048, H 5632, 1,024 to 4,096 tokens: 1.02x to 1.34x at 0.49, 0.85x to 1.12x at 0.63.
 _ENTER, _LEAVE = 0.5, 0.55
 
-# Calls between readings of a layer, in the long run: one that is read takes the host as long as a few others.
+# Calls between readings of a layer, in the long run: reading one costs the host as much as a few calls.
 LOOK_AGAIN = 256
 
-# More calls that nobody counts; then limits are looked up again, which tuning may have changed.
+# Calls that repeat a decision without a reading; then limits are looked up again, as tuning may change them.
 UNREAD = 255
 
-# A block that is not gated has a slower down kernel: not measured with everything active.
+# Blocks without a gate have a slower down kernel, which was not measured with everything active.
 _PLAIN_LIMIT = 0.5
 
-_READ = "a reading: how active the layer is has to be seen now and then"
+_READ = "a reading: now and then a call measures how active the layer is"
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call. The first of a kind that may pay runs sparse to be read; later
-    readings ride along with what runs anyway."""
+    """What an automatic plan does with a call. The first of a kind runs sparse to be read, if that may pay;
+    later readings ride along with whatever runs."""
     reason = why_out_of_reach(args, training=False)
     limit = 0.0
     if reason is None:
@@ -75,15 +74,15 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
         ahead = reading.calls_ahead if fits else 0
         return block._replace(reason=known if fits else _READ, read=due, ahead=ahead)
     if due:
-        return dense._replace(backend="gpu", read=True)  # it counts what its own gate activates
+        return dense._replace(backend="gpu", read=True)  # the backend counts what its own gate activates
     return dense._replace(ahead=reading.calls_ahead)
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
     """What an automatic plan does with a training step; counts it.
 
-    hooked: whether someone watches what is saved for the backward. A checkpoint does, and wants the same when
-    the block is computed again: "auto" then decides inside, where the same is saved either way.
+    hooked: whether hooks see what the step saves. A checkpoint computes the step again and wants the same
+    saved: "auto" then decides inside, where either path saves the same.
     """
     dense = Decision("dense", block_rows, "dense", _why_training_cannot_pay(args) or "", layer=layer)
     if dense.reason:
@@ -105,7 +104,7 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
 
 
 def row_or_block(args: FfnArgs, decision: Decision, training: bool, record: bool) -> Decision:
-    """The row path where it can do it, else the block path."""
+    """The row path, the paper's, where it can run, else the block path."""
     if training:
         log_once("training on the block path instead of 'row', which has no backward of its own")
         return decision._replace(path="block", reason="not 'row': it has no backward of its own")
@@ -121,7 +120,7 @@ def row_or_block(args: FfnArgs, decision: Decision, training: bool, record: bool
 
 
 def why_out_of_reach(args: FfnArgs, training: bool, rows: int = DEFAULT_ROWS) -> str | None:
-    """Why the kernels cannot run this call, on blocks of `rows` tokens; logged, unless there is no work."""
+    """Why the kernels cannot run this call, on blocks of `rows` tokens; logged if there is work."""
     reason = out_of_reach_of_training(args, rows) if training else out_of_reach(args)
     if reason is not None and args.x.shape[0] and args.up.shape[0] and args.down.shape[0]:
         log_once(f"{'training' if training else 'running'} dense: {reason}")
@@ -129,21 +128,21 @@ def why_out_of_reach(args: FfnArgs, training: bool, rows: int = DEFAULT_ROWS) ->
 
 
 def operations(args: FfnArgs) -> int:
-    """Of a dense forward pass, of so many tokens as the kernels compute."""
+    """Floating-point operations of a dense forward, counting the tokens that pad whole blocks."""
     matrices = 2 if args.gate is None else 3
     return 2 * matrices * whole_blocks(args.x.shape[0]) * args.selector.numel()
 
 
 def _known(share: float | None, limit: float) -> str:
     if limit >= 1:
-        return "so many tokens run sparse however active the layer is"
+        return "this many tokens run sparse however active the layer is"
     if share is None:
-        return "how active the layer is is not known yet"
+        return "not known yet how active the layer is"
     return f"{share:.1%} of the neurons active in a block of tokens, sparse pays up to {limit:.0%}"
 
 
 def _limit(args: FfnArgs) -> tuple[float, str]:
-    """The share of active neurons up to which this call should run sparse, and why if that is 0: never."""
+    """The share of active neurons up to which this call runs sparse; if 0, never, and why."""
     neurons, hidden = args.selector.shape
     if args.x.dtype == torch.float32:
         return 0.0, "float32 products run on tensor cores at reduced precision or not at all"
@@ -157,26 +156,26 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
         log_once(f"running dense for few tokens: {reason}")
         return 0.0, reason
     gpu = gpu_of(args.x.device)
-    # The built-in limits hold for what was measured: Hopper's own kernels, which take whole steps of 64
-    # features, with few tokens or with much work. Anything else has to be tuned.
+    # The built-in limits hold for what was measured: Hopper's kernels, which take whole steps of 64 features,
+    # in decode or with much work. Anything else needs tuning.
     much = operations(args) >= BLOCK_OPERATIONS
     measured = gpu.hopper and hidden % 64 == 0 and (tokens <= DECODE_TOKENS or much)
     limit = share_limit(gpu.name, measured, Shape(hidden, neurons, gated), tokens)
     if limit <= 0 and not gpu.hopper:
         reason = (
-            f"on {gpu.name} where sparse pays is not known; "
+            f"sparse was not measured on {gpu.name}; "
             f"`twell tune --hidden {hidden} --neurons {neurons}` measures it"
         )
         log_once(f"running dense: {reason}")
         return 0.0, reason
-    reason = f"where sparse pays was not measured for {tokens:,} tokens at D {hidden}"
+    reason = f"sparse was not measured for {tokens:,} tokens at D {hidden}"
     if tokens > DECODE_TOKENS and not much:
         reason = f"{tokens:,} tokens are too little work for the block path, and too many for decode"
     return (limit if gated else min(limit, _PLAIN_LIMIT)), reason
 
 
 def _why_training_cannot_pay(args: FfnArgs) -> str | None:
-    """Measured were Hopper's own kernels, with more work than launches take."""
+    """Sparse training was measured for Hopper's kernels, with enough work to hide the launches."""
     x = args.x
     if x.dtype == torch.float32:
         return "float32 products run on tensor cores at reduced precision or not at all"
@@ -184,7 +183,7 @@ def _why_training_cannot_pay(args: FfnArgs) -> str | None:
     if reason is not None:
         return reason
     if operations(args) < TRAINING_OPERATIONS:
-        return "launching takes longer than so few tokens"
+        return "so few tokens take less time than their launches"
     if not gpu_of(x.device).hopper:
         return "sparse training was measured on Hopper only"
     if x.shape[1] % 64 or args.down.shape[0] % 64:

@@ -9,14 +9,14 @@ from typing import NamedTuple
 import torch
 
 from .._log import log_once
-from ..backends import Backend, Site, candidates, get_backend
-from ..kernels.cpu_weights import CpuSite
+from ..backends import Site, candidates, get_backend
+from ..kernels.cpu.weights import CpuSite
 from ..plan import ENVIRONMENT_VARIABLE, Plan, parse_override
 from .cpu import sparse_can_pay
 
 
 class Resolution(NamedTuple):
-    """What a plan comes to at a site; path "auto" is decided call by call."""
+    """What a plan comes to at a site; `decide` settles path "auto" call by call."""
 
     path: str
     block_rows: int
@@ -27,8 +27,8 @@ class Resolution(NamedTuple):
 def resolve(plan: Plan | None, site: Site) -> Resolution:
     """What will run at `site`: a path and a backend that can run it.
 
-    The environment variable TWELL_PLAN wins over `plan`, and `plan` over "auto". Where the wanted
-    backend or path cannot run, the dense path does, and one log line per reason says so.
+    The environment variable TWELL_PLAN wins over `plan`, and `plan` over "auto". Where the wanted backend or
+    path cannot run, dense runs, with one log line per reason.
     """
     override = os.environ.get(ENVIRONMENT_VARIABLE)
     wanted = parse_override(override) if override else (plan or _AUTO)
@@ -44,12 +44,12 @@ def resolve(plan: Plan | None, site: Site) -> Resolution:
             continue
         if wanted.path != "auto":
             return Resolution(wanted.path, wanted.block_rows, backend.name, named_by)
-        never_pays = None if named else _why_never(backend, site)
+        never_pays = None if named else _why_never(backend.name, site)
         if never_pays is None:
             if site.training and site.tokens is None:
                 log_once(
-                    "compiled training steps run dense with an automatic plan: SparseMLP.eager = True lets "
-                    'it decide between graphs; Plan(path="block") trains on the active set inside of them'
+                    "compiled training steps run dense with an automatic plan: SparseMLP.eager = True "
+                    'decides between graphs; Plan(path="block") trains on the active set inside of them'
                 )
             return Resolution("auto", wanted.block_rows, backend.name, "automatic")
     if never_pays is not None:
@@ -62,22 +62,24 @@ def resolve(plan: Plan | None, site: Site) -> Resolution:
 _AUTO = Plan()
 
 
-def _why_never(backend: Backend, site: Site) -> str | None:
+def resolve_observed(resolution: Resolution, training: bool) -> Resolution:
+    """The same where a compiler, a dispatch mode or a tensor subclass observes the operations.
+
+    An automatic plan trains dense there: the observer sees the whole block (a compiler fuses it) and the
+    backward computes nothing twice, which beats an op that may turn out dense inside.
+    """
+    if training and resolution.path == "auto":
+        return Resolution("dense", 0, "dense", "automatic plans train dense where operations are observed")
+    return resolution
+
+
+def _why_never(backend: str, site: Site) -> str | None:
     """Why an automatic plan runs dense whatever the layer, if it does."""
-    reason = None
-    if backend.name == "cpu" and site.tokens is not None and not sparse_can_pay(_cpu_site(site)):
-        reason = "too little work for the CPU to look for zeros, or 16-bit matrix units"
-    elif backend.name == "gpu" and site.dtype == torch.float32:
-        reason = "float32 products run on tensor cores at reduced precision or not at all"
-    elif site.training and not backend.trains:
-        # It would recompute the activations densely in the backward: a sparse forward gains one or two
-        # products and loses as many.
-        reason = f"gradients are wanted, and backend {backend.name!r} has no backward"
-        log_once(
-            "running dense where gradients are wanted: for inference use torch.no_grad() or "
-            "requires_grad_(False)"
-        )
-    return reason
+    if backend == "cpu" and site.tokens is not None and not sparse_can_pay(_cpu_site(site)):
+        return "too little work for the CPU to look for zeros, or 16-bit matrix units"
+    if backend == "gpu" and site.dtype == torch.float32:
+        return "float32 products run on tensor cores at reduced precision or not at all"
+    return None
 
 
 def _cpu_site(site: Site) -> CpuSite:
@@ -94,7 +96,7 @@ def _cpu_site(site: Site) -> CpuSite:
 
 @lru_cache(maxsize=4096)
 def resolve_cached(
-    state: object,  # what a resolution depends on besides the call; only a part of the key
+    state: object,  # `resolution_state()`, for the key only
     plan: str | None,
     device_type: str,
     dtype: torch.dtype,
@@ -104,7 +106,7 @@ def resolve_cached(
     gated: bool,
     training: bool,
 ) -> Resolution:
-    """The plan comes as its `spec`: a `Plan` that traced code builds has no fields yet at this point."""
+    """`resolve`, cached. The plan comes as its `spec`: a `Plan` that traced code builds has no fields yet."""
     site = Site(
         device_type=device_type,
         dtype=dtype,

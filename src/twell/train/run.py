@@ -28,7 +28,7 @@ from .. import hf
 from .._checks import reject
 from .._log import log_once
 from .._processor import make_products_safe
-from ..kernels.cpu_probe import choices_kept_in
+from ..kernels.cpu.probe import choices_kept_in
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..._checks import reject
-from ..._ran import note_path
+from ..._log import note_path
 from ...activations import largest_at_most
 from ..args import Decision, FfnArgs, FfnOutput
 from ..dense import dense_forward, dense_forward_keeping

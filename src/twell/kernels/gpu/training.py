@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._ran import note_path
+from ..._log import note_path
 from ...layer_state import Reading
 from ..args import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
 from ..dense import dense_backward, dense_forward

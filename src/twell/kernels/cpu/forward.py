@@ -1,16 +1,16 @@
-"""The CPU backend: row and block execution with ordinary torch ops, no build step.
+"""The forward pass on the CPU.
 
-Tokens are taken in chunks. Each chunk runs the selector (gate) projection densely, looks at how many
-neurons are active, and finishes on the cheapest path:
+Tokens run in chunks. Each chunk runs the selector (gate) projection densely, looks at how many neurons are
+active, and finishes on the cheapest path:
 
-    row     one dot product per active (token, neuron) pair for up (a sampled matrix product), one
-            weighted sum of weight rows per token for down (an embedding bag);
+    row     the paper's: one dot product per active (token, neuron) pair for up (a sampled matrix product),
+            one weighted sum of weight rows per token for down (an embedding bag);
     block   the union of active neurons per block of tokens, dense products over gathered weight rows;
     dense   the remaining two projections as they are.
 
-The decision costs one pass over a boolean mask and nothing else: a host needs no synchronisation to
-look at its own results. Neurons that no token of a chunk (row: the token itself) activates are skipped,
-so a NaN or Inf in *their* weights does not reach the output; one that meets an active neuron does.
+The decision costs one pass over a boolean mask: a host need not synchronise to look at its own results.
+Neurons that no token of a chunk (row: the token itself) activates are skipped, so a NaN or Inf in *their*
+weights does not reach the output; one that meets an active neuron does.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ran import note_path
-from .args import Decision, FfnArgs, FfnOutput
-from .cpu_paths import Stats, finish_block, finish_dense, finish_row, finish_single_row
-from .cpu_weights import WeightViews
+from ..._log import note_path
+from ..args import Decision, FfnArgs, FfnOutput, Saved
+from .paths import Stats, finish_block, finish_dense, finish_row, finish_single_row
+from .weights import WeightViews
 
 # D 1024, H 4096, fp32, 2 Zen 3 cores, 2048 tokens, row path: 128 -> 185 ms, 256 -> 160, 512 -> 145,
 # 1024 -> 169, 2048 -> 161. 512 tokens keep the chunk's activations (8 MiB) inside the L3 cache; more
@@ -36,8 +36,8 @@ DEFAULT_BLOCK_ROWS = 64
 def cpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     """Run the block on the CPU.
 
-    decision: automatic if it has `chunks`. Its path "auto" finishes chunk by chunk as they say, and leaves
-    the rest dense once a chunk was not sparse enough; "row", "block" and "dense" are taken as they are.
+    decision: automatic if it has `chunks`. Path "auto" lets them choose chunk by chunk, and leaves the rest
+    dense once a chunk was not sparse enough; "row", "block" and "dense" run as named.
     """
     path = decision.path
     tokens, neurons = args.x.shape[0], args.up.shape[0]
@@ -52,6 +52,12 @@ def cpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     if stats is None:
         return FfnOutput(y)
     return FfnOutput(y, stats.l1(tokens), stats.firing)
+
+
+def cpu_train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
+    """The same, and nothing saved: the backward finds the active pairs by itself."""
+    empty = (torch.empty(0, dtype=torch.int32, device=args.x.device) for _ in range(2))
+    return cpu_forward(args, decision, record), Saved(*empty)
 
 
 def _single_token(
@@ -71,11 +77,11 @@ def _single_token(
 def _chunks(x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None) -> Tensor:
     tokens, chunk = x.shape[0], max(_chunk_tokens(), decision.block_rows or DEFAULT_BLOCK_ROWS)
     outputs, start = [], 0
-    while start < tokens or not outputs:  # once for no tokens, too
+    while start < tokens or not outputs:  # no tokens still make one chunk
         stop = tokens if path == "dense" else min(start + chunk, tokens)
         y, ran = _finish_chunk(x[start:stop], path, decision, weights, stats)
         if ran == "dense":
-            path = "dense"  # for what is left, too
+            path = "dense"  # for the remaining tokens, too
         outputs.append(y)
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -84,7 +90,7 @@ def _chunks(x: Tensor, path: str, decision: Decision, weights: WeightViews, stat
 def _finish_chunk(
     x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None
 ) -> tuple[Tensor, str]:
-    """y [m, D] of one chunk and the path it took."""
+    """y [m, D] of one chunk, and the path it took."""
     activated = weights.activate_selector(x)
     block_rows = decision.block_rows or DEFAULT_BLOCK_ROWS
     automatic, reason = path == "auto", decision.reason

@@ -1,11 +1,11 @@
-"""The backward of a block on the CPU, computed on the active (token, neuron) pairs only.
+"""The backward pass on the CPU, computed on the active (token, neuron) pairs only.
 
 One dense product remains, the selector's: it says which pairs are active. Everything else is a number per
 pair: up values and gradients of hidden values are sampled dot products, the gradient of x sums weight rows
 per token, and the gradients of the weights sum rows of x and of grad_y per neuron.
 
-A pair that is skipped contributes an exact zero, so, as in the forward, a NaN or Inf that meets inactive
-neurons only goes no further; one that meets an active neuron reaches its gradients.
+A skipped pair contributes an exact zero, so, as in the forward, a NaN or Inf that meets only inactive neurons
+goes no further; one that meets an active neuron reaches its gradients.
 """
 
 from __future__ import annotations
@@ -13,29 +13,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._ran import note_path
-from ..activations import Activation, largest_at_most
-from .args import PLAIN, Decision, FfnArgs
-from .cpu_weights import site_of
+from ..._log import note_path
+from ..._observers import operations_are_observed
+from ...activations import Activation, largest_at_most
+from ..args import PLAIN, Decision, FfnArgs, Gradients, Saved
+from ..dense import dense_backward
 from .csr import RowPattern, RowSums, sampled_dot
-from .dense import dense_backward
-
-FEW_TOKENS = 4  # fewer run as stock PyTorch runs them
+from .weights import site_of
 
 CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chunks of 512 cost 18% more
 
 
 def cpu_backward(
-    args: FfnArgs, decision: Decision, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
-) -> tuple[Tensor | None, ...]:
+    args: FfnArgs,
+    saved: Saved,
+    decision: Decision,
+    grad_y: Tensor,
+    grad_l1: Tensor | None,
+    needed: FfnArgs,
+) -> Gradients:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias), as `dense_backward` defines them.
 
-    decision: "row" computes them on the active pairs, "dense" does not. Where something must see through the
-    operations (a compiler, a function transform, a second derivative) `dense_backward` itself runs. 16-bit
-    operands are computed in float32 and rounded once, but for very few and on CPUs that multiply 16-bit
-    matrices in hardware.
+    saved:     empty; the backward finds the active pairs by itself.
+    decision:  "row" computes on the active pairs, "dense" does not. Backend "dense" runs `dense_backward` as
+               it is, and so do operations that are observed or differentiated again.
+
+    16-bit operands are computed in float32 and rounded once, except on CPUs that multiply 16-bit matrices in
+    hardware.
     """
-    if args.x.shape[0] < FEW_TOKENS or not _only_values_matter((*args[:-1], grad_y)):
+    if decision.backend == "dense" or not _only_values_matter((*args[:-1], grad_y)):
         return dense_backward(args, grad_y, grad_l1, needed)
     site = site_of(args)
     dtype = wide = args.x.dtype
@@ -44,17 +50,14 @@ def cpu_backward(
         wide = torch.float32
     with torch.autocast("cpu", enabled=False):
         args = FfnArgs(*(None if t is None else t.to(wide) for t in args[:-1]), args.activation)
-        sparse = decision.path != "dense"
-        note_path("row" if sparse else "dense", args.x, args.up.shape[0], "backward", decision.reason)
-        backward = _sparse_backward if sparse else dense_backward
+        note_path(decision.path, args.x, args.up.shape[0], "backward", decision.reason)
+        backward = dense_backward if decision.path == "dense" else _sparse_backward
         gradients = backward(args, grad_y.to(wide), grad_l1, needed)
     return tuple(None if gradient is None else gradient.to(dtype) for gradient in gradients)
 
 
-def _sparse_backward(
-    args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
-) -> tuple[Tensor | None, ...]:
-    """The same on the active set, whatever its size. float32 or float64; biases come in float64."""
+def _sparse_backward(args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs) -> Gradients:
+    """The same on the active pairs, however many. float32 or float64; bias gradients come in float64."""
     tokens = args.x.shape[0]
     neuron_major = args.down.mT.is_contiguous()
     grad_y = grad_y.contiguous()
@@ -83,11 +86,12 @@ def _sparse_backward(
 
 
 class _Pairs:
-    """The active pairs of one chunk of tokens, by neuron, with a number of each kind for every one of them.
+    """The active pairs of one chunk of tokens, ordered by neuron, with their values and gradients.
 
     args: contiguous x [m, D] and neuron-major weights; grad_y [m, D] contiguous.
-    By neuron, each row of weights is read once and the chunk's tokens are what is read again and again: D
-    4096, H 11008, 512 tokens, 10% active, dot products 159 ms, by token 394; D 1024, H 4096 14 and 19.
+    Ordered by neuron, each weight row is read once and only the chunk's tokens are read repeatedly. Dot
+    products of 512 tokens, 10% active, by neuron / by token: D 4096, H 11008 159 / 394 ms; D 1024, H 4096
+    14 / 19.
     """
 
     def __init__(self, args: FfnArgs, grad_y: Tensor, l1_step: Tensor | None) -> None:
@@ -118,7 +122,7 @@ class _Pairs:
             self._grad_gate = activation.backward(grad_hidden * up, pre)
 
     def grad_x(self) -> Tensor:
-        """[m, D]: sums over the neurons of each token, so the pairs are put in that order."""
+        """[m, D]: sums per token, so the pairs are sorted by token first."""
         args, (neurons, tokens) = self._args, self._pattern.shape
         flat, order = torch.sort(self._pattern.columns * neurons + self._neurons)
         pattern = RowPattern(flat, torch.Size((tokens, neurons)))
@@ -129,12 +133,12 @@ class _Pairs:
         return grad_x
 
     def weight_sums(self, needed: FfnArgs) -> tuple[Tensor | None, ...]:
-        """Over these tokens: up [H, D], down [H, D], gate [H, D], up_bias [H], gate_bias [H]."""
+        """Summed over these tokens: up [H, D], down [H, D], gate [H, D], up_bias [H], gate_bias [H]."""
         sums, columns = RowSums(self._pattern.offsets), self._pattern.columns
 
         def total(values: Tensor) -> Tensor:
-            # In float64, which costs next to nothing: a neuron may be active for every token.
-            # Of no pair at all they would be integers.
+            # Float64 costs next to nothing here, and a neuron may be active for every token. The outer cast:
+            # bincount of no pairs returns integers.
             return torch.bincount(self._neurons, values.double(), self._pattern.shape[0]).double()
 
         gated = self._grad_gate is not None
@@ -148,16 +152,14 @@ class _Pairs:
 
 
 def active_pairs(pre: Tensor, activation: Activation) -> Tensor:
-    """bool, as `pre`; written so that a NaN is active."""
+    """bool, shaped like `pre`; a NaN counts as active."""
     return (pre <= largest_at_most(activation.threshold, pre.dtype)).logical_not_()
 
 
 def _only_values_matter(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these are plain numbers: nobody traces, transforms or differentiates what is done to them."""
+    """Whether these are plain numbers: nobody observes or differentiates what is done to them."""
     return not (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        operations_are_observed()
         or any(t is not None and type(t) not in PLAIN for t in tensors)
         or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
     )

@@ -1,6 +1,6 @@
-"""The CPU backend's three ways to finish a chunk of tokens once its activations are known.
+"""The three ways to finish a chunk of tokens once its activations are known: row, block and dense.
 
-Each takes x [m, D] and activated [m, H] and returns y [m, D]; `stats` gathers what is recorded.
+Each takes x [m, D] and activated [m, H] and returns y [m, D]; `stats` gathers statistics where asked for.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from .cpu_weights import WeightViews
 from .csr import RowPattern, RowSums, sampled_dot
+from .weights import WeightViews
 
 
 class Stats:
@@ -26,7 +26,7 @@ class Stats:
         self._sums.append(hidden.abs().sum(dtype=self._dtype).item())
 
     def l1(self, tokens: int) -> Tensor:
-        """[]: the mean over `tokens` of what was added."""
+        """[]: the sum of what was added, per token."""
         try:
             total = math.fsum(self._sums)
         except OverflowError:
@@ -37,10 +37,11 @@ class Stats:
 def finish_single_row(
     x: Tensor, activated: Tensor, neurons: Tensor, weights: WeightViews, stats: Stats | None
 ) -> Tensor:
-    """The row path for one token: no mask, no pattern, as few operations as it takes.
+    """The row path for one token: no mask, no pattern, as few operations as possible.
 
-    neurons: int64 [nnz], the active ones. At D 1024, H 4096 an operation costs about 15 us between two
-    cold matrix products, a sixth of what the whole sparse part does.
+    neurons: int64 [nnz], the active ones.
+    At D 1024, H 4096 an operation between two cold matrix products costs about 15 us, a sixth of the whole
+    sparse part.
     """
     wide = weights.wide_dtype
     hidden = activated[0].index_select(0, neurons).to(wide)

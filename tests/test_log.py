@@ -1,4 +1,4 @@
-"""Which paths ran is told to those who ask, and only while they ask."""
+"""Which paths ran, recorded for those who ask and only while they ask."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from twell import Plan, Ran, SparseMLP, _ran, ffn, policy, recorded_paths
+from twell import Plan, Ran, SparseMLP, _log, ffn, policy, recorded_paths
 from twell.synthetic import make_ffn
 
 
@@ -54,7 +54,7 @@ def test_backwards_of_our_own_are_told():
     assert all(piece.reason for piece in ran)
 
 
-def test_listeners_are_independent_and_leave():
+def test_recordings_are_independent_and_end():
     operands = make_ffn(2, 16, 32, 4).operands()
     with recorded_paths() as outer:
         with recorded_paths() as inner:
@@ -62,7 +62,7 @@ def test_listeners_are_independent_and_leave():
         ffn(*operands)
     ffn(*operands)
     assert (len(inner), len(outer)) == (1, 2)
-    assert not _ran._listeners
+    assert not _log._recordings
 
 
 def test_compiled_code_is_not_disturbed():

@@ -7,20 +7,21 @@ import torch
 
 from twell import policy, reference
 from twell.activations import Activation
-from twell.kernels import cpu_backward as module
-from twell.kernels import csr
-from twell.kernels.args import Decision, FfnArgs
-from twell.kernels.cpu_backward import cpu_backward
-from twell.kernels.cpu_weights import site_of
+from twell.kernels.args import Decision, FfnArgs, Saved
+from twell.kernels.cpu import backward as module
+from twell.kernels.cpu import csr
+from twell.kernels.cpu.backward import cpu_backward
+from twell.kernels.cpu.weights import site_of
 from twell.kernels.dense import dense_backward
 from twell.layer_state import LayerState
 from twell.synthetic import make_ffn
 
-from .accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, stock_dense
 
 NAMES = FfnArgs._fields[:-1]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 L1 = 0.3
+SAVED = Saved(torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def taken(monkeypatch):
         return run(args, *rest)
 
     monkeypatch.setattr(module, "_sparse_backward", recording)
-    monkeypatch.setattr(module, "FEW_TOKENS", 1)
+    monkeypatch.setattr(policy.cpu, "_STOCK_TOKENS", 1)
     for name in ("_MIN_TOKENS", "_MIN_TOKENS_COPYING", "_MIN_HIDDEN"):
         monkeypatch.setattr(policy.cpu, name, 1)
     monkeypatch.setattr(policy.cpu, "_MAX_DENSITY", {torch.float32: 1.0, torch.float64: 1.0})
@@ -88,7 +89,7 @@ def everything(args: FfnArgs) -> FfnArgs:
 
 def decided(args: FfnArgs, grad_y, grad_l1, needed) -> tuple:
     """The CPU's backward, sparse or dense as an automatic plan decides."""
-    return cpu_backward(args, policy.cpu.decide_backward(args, None), grad_y, grad_l1, needed)
+    return cpu_backward(args, SAVED, policy.cpu.decide_backward(args, None), grad_y, grad_l1, needed)
 
 
 def run(args: FfnArgs, backward=decided, grad_y=None) -> tuple:
@@ -378,7 +379,8 @@ class TestWhenItIsTaken:
         args, needed = block(), everything(block())
 
         def up_of(x, grad_y):
-            return cpu_backward(args._replace(x=x), Decision("row", 0, "cpu", ""), grad_y, None, needed)[1]
+            row = Decision("row", 0, "cpu", "")
+            return cpu_backward(args._replace(x=x), SAVED, row, grad_y, None, needed)[1]
 
         whole = dense_backward(args, seed_of(args), None, needed)[1]
         each = torch.func.vmap(up_of)(args.x.unsqueeze(1), seed_of(args).unsqueeze(1))

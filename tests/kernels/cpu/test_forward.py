@@ -9,13 +9,14 @@ import torch
 
 from twell import Plan, ffn, ffn_with_stats, policy, recorded_paths, reference
 from twell.activations import Activation
-from twell.kernels import cpu, cpu_multiply, dense
+from twell.kernels import dense
 from twell.kernels.args import FfnArgs
-from twell.kernels.cpu_down import reads_badly
-from twell.kernels.cpu_weights import WeightViews, site_of
+from twell.kernels.cpu import forward, gemm
+from twell.kernels.cpu.gemm import reads_badly
+from twell.kernels.cpu.weights import WeightViews, site_of
 from twell.synthetic import make_ffn
 
-from .accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, stock_dense
 
 PATHS = ["auto", "row", "block", "dense"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -88,7 +89,7 @@ def test_neuron_major_down_with_a_bias(path, dtype, native, tokens, cpu_choices)
 
 @pytest.mark.parametrize("path", PATHS)
 def test_several_chunks_with_a_ragged_end(path, monkeypatch):
-    monkeypatch.setattr(cpu, "CHUNK_TOKENS", range(32, 33))
+    monkeypatch.setattr(forward, "CHUNK_TOKENS", range(32, 33))
     check(make_ffn(101, 32, 96, 9, seed=6).operands(), cpu_plan(path, block_rows=16))
 
 
@@ -169,7 +170,7 @@ def test_many_active_neurons_round_as_stock(path, tokens, cpu_choices):
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
     """The form that the CPU at hand may not like is right, too."""
-    monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
+    monkeypatch.setattr(gemm, "_SMALL", 0)
     monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
     monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     cpu_choices.form_gain, cpu_choices.row_limit, cpu_choices.block_gain = 2.0, 0.0, 0.0
@@ -181,9 +182,9 @@ def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
     exact = reference.ffn(*operands, dtype=torch.float64, **biases).y
     taken = []
     for name in ("_weight_first", "_onednn"):
-        form = getattr(cpu_multiply, name)
-        monkeypatch.setattr(cpu_multiply, name, lambda *a, form=form: taken.append(form) or form(*a))
-    cpu_multiply._trial.cache_clear()
+        form = getattr(gemm, name)
+        monkeypatch.setattr(gemm, name, lambda *a, form=form: taken.append(form) or form(*a))
+    gemm._trial.cache_clear()
     for plan, layout, shape in product(
         (cpu_plan("auto"), None), (down, down.mT.contiguous().mT), ((tokens,), (1, tokens))
     ):
@@ -196,7 +197,7 @@ def test_the_other_form_of_products(tokens, bias, cpu_choices, monkeypatch):
             # A few roundings of float32 per product of three: whatever order a library sums in.
             error = reference.relative_error(y.view(tokens, 48), exact)
             assert error < 16 * torch.finfo(torch.float32).eps
-    cpu_multiply._trial.cache_clear()
+    gemm._trial.cache_clear()
 
 
 class OnlyLinear(torch.Tensor):
@@ -212,7 +213,7 @@ class OnlyLinear(torch.Tensor):
 
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_weights_of_another_kind_are_multiplied_their_way(tokens, cpu_choices, monkeypatch):
-    monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
+    monkeypatch.setattr(gemm, "_SMALL", 0)
     cpu_choices.form_gain = 2.0
     x, up, down, gate = make_ffn(tokens, 48, 160, 80, seed=12).operands()
     with torch.no_grad():
@@ -225,12 +226,12 @@ def test_weights_of_another_kind_are_multiplied_their_way(tokens, cpu_choices, m
 @pytest.fixture
 def dense_forms(cpu_choices, monkeypatch):
     """The other form is the faster one for weights of any size; the list says where dense blocks took it."""
-    monkeypatch.setattr(cpu_multiply, "_SMALL", 0)
+    monkeypatch.setattr(gemm, "_SMALL", 0)
     cpu_choices.form_gain = 2.0
     taken: list[int] = []
 
     def watched(tokens, weight):
-        form = cpu_multiply.form_for(tokens, weight)
+        form = gemm.form_for(tokens, weight)
 
         def run(x, weight):
             taken.append(x.shape[0])
@@ -357,7 +358,7 @@ class TestAutoChoosesByDensity:
         assert self.paths_of(make_ffn(tokens, 32, 400, 4).operands()) == ["dense"]
 
     def test_once_dense_the_rest_is_not_looked_at(self, monkeypatch):
-        monkeypatch.setattr(cpu, "CHUNK_TOKENS", range(32, 33))
+        monkeypatch.setattr(forward, "CHUNK_TOKENS", range(32, 33))
         x, up, down, gate = make_ffn(256, 32, 400, 4).operands()
         x[64:128, 0] *= -1  # the constant feature flips, so the second block of 64 fires nearly all
         assert self.paths_of((x, up, down, gate)) == ["row", "dense", "dense"]

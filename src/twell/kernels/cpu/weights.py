@@ -1,4 +1,4 @@
-"""How the CPU backend multiplies and gathers weights: dtype, orientation and memory layout."""
+"""How a call on the CPU reads its weights: dtype, orientation, and the copies it makes."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import cpu_multiply
-from .args import FfnArgs
-from .cpu_down import reads_badly, sum_all_rows
+from ..args import FfnArgs
+from . import gemm
 from .csr import PIECE_ROWS, RowPattern
 
 # bf16 on a CPU without bf16 units, same product, native against cast-to-fp32-and-multiply:
 # M 8: 3.7 / 4.4 ms; 64: 29 / 7; 512: 237 / 39.
 _UPCAST_MIN_TOKENS = 16
 
-# Tokens from which one full copy of a weight (cast or transposed) beats gathering per chunk.
+# From here on, one full copy of a weight (cast or transposed) beats gathering rows per chunk.
 _FULL_COPY_MIN_TOKENS = 256
 
 
 class CpuSite(NamedTuple):
-    """Everything that the speed of a path on this CPU depends on, but the activations.
+    """Everything that decides a path's speed on this CPU, except the activations.
 
-    neuron_major_down: each neuron's down weights lie together.
+    neuron_major_down: whether each neuron's down weights lie together.
     """
 
     tokens: int
@@ -42,7 +41,7 @@ class CpuSite(NamedTuple):
 
     @property
     def native_16_bit(self) -> bool:
-        return self.low_precision and cpu_multiply.has_native_gemm(self.dtype)
+        return self.low_precision and gemm.has_native_gemm(self.dtype)
 
     @property
     def upcast(self) -> bool:
@@ -70,11 +69,11 @@ def site_of(args: FfnArgs) -> CpuSite:
 class WeightViews:
     """The weights of one call, in the forms its chunks ask for; copies are made once, when needed.
 
-    tuned: products may take the form that is fastest on this machine; a named path does not, so that its
-    results depend on torch alone.
-    wide_dtype: what the row and block paths compute in; float32 for bf16 and fp16 inputs. Whole
-    projections return wide_dtype too, except for a few 16-bit tokens, where casts would cost more than
-    they bring and the input's dtype is kept as stock PyTorch keeps it.
+    tuned:       products may take the form that is fastest on this machine; a named path does not, so that
+                 its results depend on torch alone.
+    wide_dtype:  what the row and block paths compute in; float32 for bf16 and fp16 inputs. Whole projections
+                 return it too, except for a few 16-bit tokens, where casts would cost more than they bring
+                 and the input's dtype stays, as in stock PyTorch.
     """
 
     def __init__(self, args: FfnArgs, *, tuned: bool) -> None:
@@ -100,20 +99,20 @@ class WeightViews:
     def project_down(self, hidden: Tensor) -> Tensor:
         """y [m, D_out] of x's dtype, with the bias."""
         down, bias = self._args.down, self._args.down_bias
-        if self.site.neuron_major_down and not self.site.upcast and reads_badly(down):
-            return sum_all_rows(hidden, down, bias)
+        if self.site.neuron_major_down and not self.site.upcast and gemm.reads_badly(down):
+            return gemm.sum_all_rows(hidden, down, bias)
         return self._project("down", hidden, down, bias).to(self._args.x.dtype)
 
     def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.site.low_precision and not self.site.upcast:
-            # With the bias, before the sum is rounded to 16 bits: it may cancel most of it.
+            # The bias may cancel most of the sum, so it is added before rounding to 16 bits.
             return linear(x, weight, bias)
         if self.site.upcast:
             weight = self._copy(f"{name}:wide", lambda: weight.to(self.wide_dtype))
-        product = cpu_multiply.multiply(x.to(weight.dtype), weight, self._tuned)
+        product = gemm.multiply(x.to(weight.dtype), weight, self._tuned)
         return product if bias is None else product.add_(bias)
 
-    # Neuron-major rows [K, D] for the row path, with the column numbers that address them.
+    # Neuron-major rows [K, D] for the row path, and the column numbers that address them.
 
     def up_rows(self, pattern: RowPattern) -> tuple[Tensor, Tensor]:
         return self._rows("up:rows", self._args.up, pattern)
@@ -127,20 +126,17 @@ class WeightViews:
         if self.site.tokens >= _FULL_COPY_MIN_TOKENS:
             full = self._copy(name, lambda: rows.to(self.wide_dtype).contiguous())
             return full, pattern.columns
-        return self._gather(rows, pattern.union).to(self.wide_dtype), pattern.union_columns
+        return rows.index_select(0, pattern.union).to(self.wide_dtype), pattern.union_columns
 
     # Gathered neuron rows [K, D] for the block path and single tokens.
 
     def gather_up(self, neurons: Tensor) -> Tensor:
-        return self._gather(self._args.up, neurons)
+        return self._args.up.index_select(0, neurons)
 
     def gather_down(self, neurons: Tensor) -> Tensor:
         rows = self._args.down.mT
         if not self.site.neuron_major_down and self.site.tokens >= _FULL_COPY_MIN_TOKENS:
             rows = self._copy("down:major", rows.contiguous)
-        return self._gather(rows, neurons)
-
-    def _gather(self, rows: Tensor, neurons: Tensor) -> Tensor:
         return rows.index_select(0, neurons)
 
     def single_down(self, hidden: Tensor, neurons: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Measurements of this CPU that automatic plans go by: taken once, kept on disk, the same for a whole run.
 
-How fast one way to compute is beside another differs by machine more than any constant could say. Each is
-measured the first time a call has to choose, repeated until it agrees with itself, and kept in the cache
-folder by CPU, torch and twell. `twell tune --device cpu` measures on purpose. Since different ways round
-differently in the last bit, a training run keeps what it went by in its own folder (`choices_kept_in`).
+Which way of computing is faster differs by machine, so no constant can say it. Each number is measured the
+first time a call has to choose, until two tries agree, and kept in the cache folder by CPU and by versions of
+torch and twell. `twell tune --device cpu` measures on purpose. Different ways differ in the last bit, so a
+training run keeps the numbers it used in its own folder (`choices_kept_in`).
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from .._files import cache_folder, write_atomically
-from .._log import log_once
-from .._processor import cpu_name, fingerprint
-from .._version import __version__
+from ..._files import cache_folder, write_atomically
+from ..._log import log_once
+from ..._processor import cpu_name, fingerprint
+from ..._version import __version__
 
-_QUIET_ROUNDS = 4  # in which no time falls
+_QUIET_ROUNDS = 4  # stop after so many in which no time falls
 _FELL = 0.97  # a time below this share of the least before has fallen
-_MOST_SECONDS = 0.5  # for one try, but at least two rounds
+_MOST_SECONDS = 0.5  # per try, but at least two rounds
 _MOST_TRIES = 5
 _AGREE_WITHIN = 0.2  # of the larger of two tries
-_LARGEST = 1e6  # that a share or a gain may be; what is above was not written by us
-_LOCK_SECONDS = 30  # measurements take less; beyond, measure beside the other process rather than wait
+_LARGEST = 1e6  # no share or gain is larger; a larger number was not written by us
+_LOCK_SECONDS = 30  # measurements take less; after that, measure beside the other process
 
 _log = logging.getLogger("twell")
-_lock = threading.RLock()  # two threads that measure at once would each measure the other
+_lock = threading.RLock()  # threads that measure at once would slow each other
 _known: dict[str, float] = {}
 _run_file: Path | None = None
 _forked = False
@@ -46,8 +46,8 @@ _forked = False
 def _note_fork() -> None:
     global _forked, _lock, _run_file
     _forked = True
-    _run_file = None  # it is the parent's to write
-    _lock = threading.RLock()  # the parent's may have been held by a thread that is not here
+    _run_file = None  # only the parent writes it
+    _lock = threading.RLock()  # a thread that does not exist here may hold the parent's
 
 
 if hasattr(os, "register_at_fork"):
@@ -55,11 +55,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> float:
-    """The number called `name` on this CPU: known, kept or measured now.
+    """The number called `name` on this CPU: known, kept on disk or measured now.
 
-    measure:    one try, a number >= 0; 0 says that something is of no use here, which is worth a warning.
-    otherwise:  what holds in a forked process, which must not measure (its threads are not there) and where
-                nothing is kept.
+    measure:    one try, a number >= 0; 0 says that sparsity is of no use here, and logs a warning.
+    otherwise:  the number in a forked process where none is kept: it has no threads to measure with.
     """
     value = _known.get(name)
     if value is not None:
@@ -75,7 +74,7 @@ def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> fl
 
 
 def measure_again(name: str, measure: Callable[[], float]) -> float:
-    """`measured`, whatever is known or kept; the new number replaces that."""
+    """Measure even if the number is known; the new one replaces it."""
     with _lock:
         with _only_process():
             value = agreeing(measure, _MOST_TRIES)
@@ -84,7 +83,7 @@ def measure_again(name: str, measure: Callable[[], float]) -> float:
 
 
 def agreeing(measure: Callable[[], float], most_tries: int = _MOST_TRIES) -> float:
-    """The middle of two tries in a row that agree, or the median of `most_tries` that do not."""
+    """The mean of two successive tries that agree, or the median of `most_tries` if none do."""
     tries = [measure()]
     while len(tries) < most_tries:
         tries.append(measure())
@@ -95,9 +94,9 @@ def agreeing(measure: Callable[[], float], most_tries: int = _MOST_TRIES) -> flo
 
 
 def least_seconds(*runs: Callable[[], float]) -> list[float]:
-    """The least seconds that each of `runs` returns, taken in turns until none of them falls any more.
+    """The least seconds each of `runs` returns, taken in turns until none of them falls any more.
 
-    What else the machine does only ever adds to a time, so the least is what an idle machine would take.
+    Other work on the machine only adds to a time, so the least is what an idle machine would take.
     """
     least = [float("inf")] * len(runs)
     begun, quiet = time.perf_counter(), 0
@@ -111,10 +110,10 @@ def least_seconds(*runs: Callable[[], float]) -> list[float]:
 
 @contextmanager
 def choices_kept_in(path: Path, *, write: bool = True) -> Iterator[None]:
-    """Go by the measurements in `path` while inside, and add to it what else is asked for.
+    """Go by the measurements in `path` inside the `with`, and add what else is measured.
 
-    Numbers of another CPU or other versions in `path` are left alone and not used.
-    write: False reads only, as all but one of several processes should.
+    Numbers from another CPU or other versions stay in `path`, unused.
+    write: False only reads, as all but one of several processes should.
     """
     global _run_file
     before = dict(_known), _run_file
@@ -131,32 +130,26 @@ def choices_kept_in(path: Path, *, write: bool = True) -> Iterator[None]:
             _run_file = before[1]
 
 
-def forget() -> None:
-    """Drop what this process knows (tests); what is kept on disk stays."""
-    with _lock:
-        _known.clear()
-
-
-def probe_numbers(*shape: int) -> Tensor:
-    """float32 in [0, 1) that leave the caller's random state alone."""
+def random_floats(*shape: int) -> Tensor:
+    """float32 in [0, 1), the same every time; the caller's random state stays as it is."""
     return torch.rand(
         *shape, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu"
     )
 
 
 def measurements_file() -> Path | None:
-    """Where measurements of this CPU are kept; None where there is no place for it."""
+    """Where measurements of this CPU are kept; None without a cache folder."""
     folder = cache_folder()
     return None if folder is None else folder / f"cpu-{_machine()}.json"
 
 
 def kept_measurements() -> dict[str, float]:
-    """Every number kept for this CPU, by name."""
+    """All numbers kept on disk for this CPU, by name."""
     return dict(_kept())
 
 
 def _measure_alone(name: str, measure: Callable[[], float]) -> float:
-    """Measure while no other process of this user does, unless one of them has found the number meanwhile."""
+    """Measure while no other process does, unless one has found the number meanwhile."""
     with _only_process():
         kept = _kept().get(name)
         if kept is not None:
@@ -166,7 +159,7 @@ def _measure_alone(name: str, measure: Callable[[], float]) -> float:
         if value == 0:
             log_once(
                 f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; if "
-                "other programs were busy, measure again: `twell tune --device cpu`, with your sizes"
+                "other programs were busy, measure again with `twell tune --device cpu` and your sizes"
             )
         _keep(name, value)
         return value
@@ -181,7 +174,7 @@ def _only_process() -> Iterator[None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock = _lock_of(str(path))
             lock.acquire(timeout=_LOCK_SECONDS)
-        except (OSError, NotImplementedError, Timeout):  # no place for it, or a process that does not end
+        except (OSError, NotImplementedError, Timeout):  # no folder, no locks, or a process that hangs
             lock = None
     try:
         yield
@@ -192,7 +185,7 @@ def _only_process() -> Iterator[None]:
 
 @lru_cache(maxsize=8)
 def _lock_of(path: str) -> FileLock:
-    """One object per file: a measurement may ask for another, and waits for itself with two."""
+    """One object per file: a measurement may need another one, and with two objects would wait for itself."""
     return FileLock(f"{path}.lock")
 
 
@@ -217,7 +210,7 @@ def _write(path: Path, content: dict[str, object]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        log_once(f"measurements of this CPU cannot be kept ({error}): every process measures it again")
+        log_once(f"measurements of this CPU cannot be kept ({error}): every process measures again")
 
 
 def _kept() -> dict[str, float]:
@@ -226,7 +219,7 @@ def _kept() -> dict[str, float]:
 
 
 def _read(path: Path) -> dict[str, dict[str, float]]:
-    """machine -> name -> number; empty where there is no file, or none that can be read."""
+    """machine -> name -> number; empty without a readable file."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from twell import register_backend, unregister_backend
 from twell._files import CACHE_VARIABLE
 from twell.activations import Activation
-from twell.backends import get_backend
+from twell.backends import BACKENDS
 from twell.crossover import gpu as crossover
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.device import Gpu
 from twell.layer_state import LayerState
 from twell.policy import Resolution, decide, decide_backward, decide_inside, gpu
+
+from ..backends import added
 
 HOPPER = Gpu(name="a Hopper", capability=(9, 0), processors=132, shared_memory=1 << 17)
 AMPERE = Gpu(name="an Ampere", capability=(8, 0), processors=108, shared_memory=1 << 17)
@@ -281,15 +282,12 @@ def test_the_row_path_where_it_can(layer, dtype, training, record, path):
 
 
 def test_another_backend_may_follow_the_same_rules(layer):
-    register_backend(replace(get_backend("gpu"), name="twin"))
-    try:
+    with added(replace(BACKENDS["gpu"], name="twin")):
         resolution = Resolution("auto", 0, "twin", "automatic")
         for tokens, training in ((PREFILL, False), (2 * PREFILL, True)):
             decision = decide(call(tokens), resolution, layer, training=training, record=False)
             assert (decision.path, decision.backend) == ("block", "twin")
         assert decide(call(100), resolution, layer, training=False, record=False).backend == "dense"
-    finally:
-        unregister_backend("twin")
 
 
 class TestTraining:
