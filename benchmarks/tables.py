@@ -25,7 +25,7 @@ import tables_gpu
 import tables_runs
 import tables_training
 from twell.measure import Record, read_records
-from twell.report.plots import speedup_curves
+from twell.plots import speedup_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from twell.measure import Record, read_records
-from twell.report.plots import speedup_curves
+from twell.plots import speedup_curves
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ffn_inference.jsonl"
 

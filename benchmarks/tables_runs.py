@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from twell.report.plots import training_curves
+from twell.plots import training_curves
 
 RECORDS = Path(__file__).resolve().parent / "results" / "runs" / "training.jsonl"
 NOT_MEASURED = "Not measured yet."

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tables_gpu import by_nnz, grid, ms, nnz_name
 from twell.measure import Record, read_records
-from twell.report.plots import speedup_curves
+from twell.plots import speedup_curves
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ffn_training.jsonl"
 CPU_RECORDS = RECORDS.with_name("ffn_training_cpu.jsonl")

@@ -110,7 +110,7 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
 
 def test_missing_matplotlib_is_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    from twell.report.plots import speedup_bars
+    from twell.plots import speedup_bars
 
     with pytest.raises(ImportError, match=r'pip install -e "\.\[plot\]" in a checkout'):
         speedup_bars({"a": 2.0}, tmp_path / "x.png", title="", subtitle="")

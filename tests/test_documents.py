@@ -234,9 +234,9 @@ def test_install_commands_work():
     assert not re.search(r"pip install ['\"]?twell", text)
     named = set(re.findall(r'pip install -e "\.\[(\w+)\]"', text))
     assert {"all", "hf", "train"} <= named <= extras.keys()
-    from twell import _extras
+    from twell._checks import EXTRAS
 
-    assert _extras.EXTRAS.keys() <= extras.keys()
+    assert EXTRAS.keys() <= extras.keys()
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

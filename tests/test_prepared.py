@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import twell
+import twell.flops
 from twell import Backend, Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state, prepared
 from twell.kernels.args import Decision
 from twell.kernels.dense import dense_forward

@@ -16,7 +16,7 @@ from ..measure import make_record, write_records
 from ..measure.ffn import BASELINE, FfnCase, FfnComparison, compare_ffn, stock_dense
 from ..nn import SparseMLP
 from ..plan import Plan
-from ..report.plots import speedup_bars
+from ..plots import speedup_bars
 from ..synthetic import SyntheticFfn, make_ffn
 
 _DECODE_TOKENS = (1, 8)

@@ -16,7 +16,7 @@ from .._checks import reject
 from ..measure import Timing, compare
 from ..nn import SparseMLP
 from ..plan import Plan
-from ..report.plots import speedup_bars, training_curves
+from ..plots import speedup_bars, training_curves
 from .train import INTERRUPTED, stopping_at_once
 
 _REPETITIONS = 9

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._extras import EXTRAS, how_to_install
+from .._checks import EXTRAS, how_to_install
 from .._processor import make_products_safe
 from ..activations import Activation
 from ..backends import Site, backend_names, get_backend

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ._device import checked_device
+from .environment import checked_device
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._checks import reject, require_positive_int
-from ._device import checked_device
+from .environment import checked_device
 
 SAMPLE_SECONDS = 1e-3
 """The least a sample lasts when the number of calls per sample is chosen automatically."""
