@@ -3,8 +3,8 @@
     python benchmarks/tables.py           rewrite them
     python benchmarks/tables.py --check   exit 1 if a committed one differs from its records
 
-A table lives between `<!-- generated: NAME -->` and `<!-- end -->`. A figure carries a digest of the data
-it was drawn from in its PNG metadata, so checking it needs no comparison of pixels.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`. A figure carries a digest of its data in
+its PNG metadata, so that checking it compares no pixels.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def cpu_records(**shape: object) -> list[Record]:
 
 
 def wanted_density(record: Record) -> float:
-    """The density that the workload asked for; the measured one is within a few percent of it."""
+    """The density that the workload asked for; the measured one differs by a few percent."""
     steps = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     return min(steps, key=lambda step: abs(step - record.sparsity["density"]) / step)
 
@@ -149,10 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot and the data it shows; `draw` takes the target path and the metadata to store in it.
-
-    Without data (nothing measured yet) there is no plot.
-    """
+    """A plot and its data; `draw` takes the target path and the metadata to store. No data, no plot."""
 
     path: Path
     data: Callable[[], object]
