@@ -131,7 +131,7 @@ class Record(_Sourced):
 
     @property
     def ratio(self) -> float | None:
-        """`baseline_value / value`: above 1, this took less than the baseline. None where undefined."""
+        """`baseline_value / value`: above 1, this took less than the baseline. None if undefined."""
         return None if self.baseline_value is None or self.value == 0 else self.baseline_value / self.value
 
     def _checked_quantiles(self) -> dict[str, float]:

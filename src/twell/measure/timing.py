@@ -124,7 +124,7 @@ def _order(names: list[str], index: int) -> list[str]:
 
 
 def _calls_filling_a_sample(fn: Callable[[], object], cuda: bool) -> int:
-    """How many calls last `SAMPLE_SECONDS`; 1 if a single call does."""
+    """The number of calls that lasts `SAMPLE_SECONDS`, at least 1."""
     calls = 1
     while calls < _MAX_CALLS:
         seconds = _wall_seconds(fn, calls, cuda)
@@ -190,7 +190,7 @@ def _samples_cuda(
 
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """No garbage collection inside a sample."""
+    """Keep the garbage collector out of samples."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
