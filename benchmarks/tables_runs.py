@@ -80,8 +80,8 @@ def wide_runs() -> str:
     gaps = [f"{WIDE[name]} {_gap(found, 'dense', name)}" for name in shown if name != "dense"]
     lines += [
         "",
-        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Mean and largest "
-        f"absolute difference of the logs' cross-entropies from those of the first row: {'; '.join(gaps)}.",
+        "Speed and memory are medians over the second half of each run's logs (one per 5 steps). Mean and "
+        f"largest difference in cross-entropy from the first row, log by log: {'; '.join(gaps)}.",
     ]
     return "\n".join(lines)
 
@@ -98,7 +98,7 @@ def _gap(found: dict[str, RunRecord], one: str, other: str) -> str:
 
 
 def measured_on() -> str:
-    suites = {"small": "the small runs", "wide": "those at the paper's width"}
+    suites = {"small": "the small runs", "wide": "the runs at the paper's width"}
     last = {title: list(runs(suite).values())[-1] for suite, title in suites.items() if runs(suite)}
     if not last:
         return NOT_MEASURED

@@ -45,7 +45,7 @@ def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool, quick: b
     console.print(table)
     path = measurements_file()
     place = f"stored in {path}" if path is not None and path.is_file() else "not stored: no writable folder"
-    console.print(f"Limits for {torch.get_num_threads()} threads, {place}.")
+    console.print(f"Threads: {torch.get_num_threads()}. Limits {place}.")
 
 
 def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:

@@ -211,7 +211,7 @@ class _SparseCausalLM(_SparsePreTrained):
             self._masks_to_look_at = 0
             log_once(
                 "training on padding: the attention mask has zeros, but the L1 term and the statistics (l1, "
-                "l0, firing) count padding tokens like others; pack sequences, or group those of one length"
+                "l0, firing) count padding tokens like others; pack sequences, or group them by length"
             )
 
     def _check_l1_gradient(self, mlps: list[SparseMLP], stats: list[FfnStats]) -> None:
