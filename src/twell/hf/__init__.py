@@ -53,6 +53,6 @@ for _backbone, _causal_lm in (
     (SparseQwen2Model, SparseQwen2ForCausalLM),
 ):
     _config = _causal_lm.config_class
-    AutoConfig.register(_config.model_type, _config)
-    AutoModel.register(_config, _backbone)
-    AutoModelForCausalLM.register(_config, _causal_lm)
+    AutoConfig.register(_config.model_type, _config, exist_ok=True)
+    AutoModel.register(_config, _backbone, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
