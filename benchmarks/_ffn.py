@@ -1,4 +1,4 @@
-"""What the feed-forward benchmarks on a GPU share: workloads, shapes and saving."""
+"""Workloads, shapes and saving, shared by the feed-forward benchmarks on a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer(
 
 
 def tokens(count: int, hidden: int, *, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Tensor:
-    """As `make_ffn` draws them: feature 0 constant, the others normal."""
+    """Tokens as `make_ffn` draws them: feature 0 constant, the others normal."""
     x = torch.randn(count, hidden, device=device, dtype=torch.float32)
     x[:, 0] = 8.0
     return x.to(dtype)
@@ -58,7 +58,7 @@ def shape_of(
 
 
 def save(records: list[Record], path: Path, commit: str | None) -> None:
-    """Write `records`; commit: stamped on them where git is not available."""
+    """Write `records`. commit: written to them where git is not available."""
     if commit:
         records = [dataclasses.replace(r, commit=commit) for r in records]
     write_records(path, records)

@@ -1,21 +1,21 @@
-"""What people get who set nothing: eager modules, models and `generate`; benchmarks/results/defaults.jsonl.
+"""What users get with default settings; writes benchmarks/results/defaults.jsonl.
 
 bf16, D 2048, H 5632, gated, skewed synthetic gates (30% dead neurons, log-normal firing rates):
 
-    host          what the host takes for a call: sparse, for numbers of tokens seen before and for others,
-                  and dense, beside three nn.Linear modules with relu and product; the device is idle before
-    forward       eager modules, automatic plan, beside those modules
-    steps         forward and backward, automatic plan, with a synchronisation after every step
-    prefill       a forward pass of a 24-layer Llama in transformers, beside its stock twin
-    generate      default `generate`, token by token, of the same
-    checkpointed  training steps of 8 layers, compiled and checkpointed, beside stock, the same way
+    host          host time of a call on an idle GPU: sparse (with numbers of tokens seen before and new ones)
+                  and dense, against three nn.Linear modules with relu and product
+    forward       eager modules with an automatic plan, against those modules
+    steps         forward and backward with an automatic plan, synchronised after every step
+    prefill       a forward pass of a 24-layer Llama in transformers, against its stock twin
+    generate      default `generate` of the same models, token by token
+    checkpointed  training steps of 8 layers, compiled and checkpointed, against stock
 
 Outputs are compared with dense in the same run. Run it on an idle GPU:
 
     python benchmarks/defaults.py [--only SECTION ...] [--quick] [--commit HASH] [--out FILE]
 
-With --device cpu: host and forward of a small block (D 64, H 256, float32), in a file of their own. To see
-whether the script itself works, without a GPU and with small shapes: --device cpu --tiny --out FILE
+--device cpu measures host and forward of a small block (D 64, H 256, float32), into a file of its own.
+--device cpu --tiny --out FILE tries the script with small shapes and without a GPU.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ CPU_RESULTS = RESULTS.with_name("defaults_cpu.jsonl")
 MODULES = "nn.Linear modules, eager"
 STOCK = "stock Llama, eager"
 WARM = 3  # samples that do not count
-STEPS = 6  # of generation in a turn
+STEPS = 6  # generation steps per turn
 STOCK_COMPILED = "stock Llama, compiled and checkpointed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured. vocabulary, layers: of the models."""
+    """What is measured. vocabulary, layers, prompt and new_tokens belong to the models."""
 
     hidden: int = 2048
     neurons: int = 5632
@@ -55,7 +55,7 @@ class Setting:
     device: str = "cuda"
     few: tuple[int, ...] = (1, 8, 64)
     middle: tuple[int, ...] = (256, 512, 1024, 2048, 4096, 8192)
-    unseen: int = 2048  # the largest number of tokens that nobody has seen
+    unseen: int = 2048  # the largest new number of tokens
     nnz: tuple[int, ...] = (24, 64, 5632)
     steps: tuple[int, ...] = (1024, 2048, 4096, 16384)
     prefill: tuple[int, ...] = (1024, 2048, 4096)
@@ -187,7 +187,7 @@ def host(bench: Bench) -> None:
         timings = host_times(bench, {name: (module, xs) for name, module in candidates.items()})
         for name in list(candidates)[1:]:
             bench.add(f"host/{name}", timings[name], MODULES, timings[MODULES], count, s.nnz[0])
-    # Numbers of tokens that nobody has seen: each is met once by every candidate.
+    # New numbers of tokens: every candidate meets each once.
     for low, high in ((2, s.few[-1]), (s.middle[0], s.unseen)):
         x = bench.tokens(high)
         unseen = [x[: low + int(more)] for more in torch.randperm(max(high - low, 0))]
@@ -199,7 +199,7 @@ def host(bench: Bench) -> None:
 def host_times(
     bench: Bench, candidates: Mapping[str, tuple[nn.Module, list[Tensor]]], once: bool = False
 ) -> dict[str, Timing]:
-    """Seconds of the host per call, ten calls a sample, the device idle before; once: no x twice."""
+    """Host seconds per call, ten calls a sample, on an idle GPU. once: use every x once."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     rounds = bench.repetitions + WARM
     for turn in range(rounds):
@@ -218,7 +218,7 @@ def host_times(
 
 @torch.no_grad()
 def warm_up(module: nn.Module, x: Tensor, bench: Bench) -> None:
-    """Compiles, and lets automatic plans learn."""
+    """Compile, and let automatic plans learn."""
     for _ in range(70):
         module(x)
     bench.wait()
@@ -284,7 +284,7 @@ def release(bench: Bench) -> None:
 
 
 def models(setting: Setting, layers: int) -> tuple[nn.Module, nn.Module]:
-    """A stock Llama with relu, and ours with its weights: about nnz[0] active neurons in every layer."""
+    """A stock Llama with relu and ours with the same weights; about nnz[0] active neurons per layer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM
@@ -302,7 +302,7 @@ def models(setting: Setting, layers: int) -> tuple[nn.Module, nn.Module]:
     with torch.device(setting.device):
         stock = LlamaForCausalLM(LlamaConfig(**sizes, hidden_act="relu")).to(setting.dtype)
         sparse = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes, activation="relu")).to(setting.dtype)
-    # Feature 0 stays what the embedding made it, so every layer sees what its gates were made for.
+    # Feature 0 keeps its value from the embedding, so every layer gets the input its gates were made for.
     hidden, neurons = setting.hidden, setting.neurons
     up, _, gate = layer(hidden, neurons, setting.nnz[0], dtype=setting.dtype, device=setting.device)
     with torch.no_grad():
@@ -313,7 +313,7 @@ def models(setting: Setting, layers: int) -> tuple[nn.Module, nn.Module]:
             decoder.mlp.up_proj.weight.copy_(up[order])
             decoder.mlp.down_proj.weight.normal_(std=0.002)[0] = 0
             decoder.self_attn.o_proj.weight.mul_(0.02)[0] = 0
-            # The norm before a block scales what it sees; this undoes it.
+            # Undoes the scaling of the norm before the block.
             decoder.post_attention_layernorm.weight.fill_(((64 + hidden - 1) / hidden) ** 0.5)
     sparse.load_state_dict(stock.state_dict())
     return stock.eval(), sparse.eval()
@@ -346,8 +346,10 @@ def prefill(bench: Bench) -> None:
 
 
 class Turns:
-    """Lets threads run one after the other, a few steps each: the speed of a host that others use, too,
-    changes within milliseconds, and then it changes for both."""
+    """Lets threads take turns of a few steps each.
+
+    The speed of a shared host changes within milliseconds; with short turns it changes for both.
+    """
 
     def __init__(self, members: list[object]) -> None:
         self._members = list(members)
@@ -358,13 +360,13 @@ class Turns:
         self._gates[id(member)].acquire()
 
     def next(self, member: object) -> None:
-        """Let the others have a turn each, then go on."""
+        """Give the others a turn each, then continue."""
         self._gates[id(self._after(member))].release()
         self.wait(member)
 
     def leave(self, member: object) -> None:
         after = self._after(member)
-        self._members.remove(member)  # first: from then on the other one runs
+        self._members.remove(member)  # before the release: the other thread runs from then on
         self._gates[id(after)].release()
 
     def _after(self, member: object) -> object:
@@ -380,8 +382,7 @@ def generate(bench: Bench) -> None:
     ids = torch.randint(s.vocabulary, (1, s.prompt), device=s.device)
 
     def run(model: nn.Module, turns: Turns | None = None) -> tuple[list[float], Tensor]:
-        """Seconds of every step but the first of a turn, which finds the other's data in the host's caches,
-        and the tokens."""
+        """Seconds of every step, and the tokens. Skips the first step of a turn: its caches are cold."""
         seconds: list[float] = []
         began, step = 0.0, 0
 
@@ -503,7 +504,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU")
-    parser.add_argument("--commit", help="to stamp records with where git is not available")
+    parser.add_argument("--commit", help="commit to write where git is not available")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     on_cpu = options.device == "cpu"
@@ -514,7 +515,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name, section in SECTIONS.items():
         if name in only:
             section(bench)
-            # After every section: an interrupted run keeps what it has.
+            # After every section, so that an interrupted run keeps its records.
             save(bench.records, options.out or (CPU_RESULTS if on_cpu else RESULTS), options.commit)
 
 

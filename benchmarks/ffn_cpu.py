@@ -1,9 +1,9 @@
 """Dense against sparse feed-forward on the CPU; writes benchmarks/results/ffn_cpu.jsonl.
 
-D 1024, H 4096, skewed synthetic gates. For every case stock eager PyTorch, `twell.ffn` (automatic plan)
-and, at 1% active, the explicit paths and torch.compile'd dense run interleaved, and every output is
-compared with the float64 oracle in the same run. Few-token cases rotate among enough blocks that the
-weights are never in the cache. Run it on an idle machine:
+D 1024, H 4096, skewed synthetic gates. Every case interleaves eager PyTorch and `twell.ffn` with an automatic
+plan; cases at 1% active add the explicit paths and compiled dense. Every output is compared with the float64
+oracle in the same run. Few-token cases rotate among enough blocks that weights are never in the cache. Run it
+on an idle machine:
 
     python benchmarks/ffn_cpu.py [--quick] [--tokens N]
 """
@@ -39,7 +39,7 @@ WHAT = {"auto": "ffn_cpu/auto", "row": "ffn_cpu/row", "block": "ffn_cpu/block", 
 
 
 def cases() -> Iterator[tuple[FfnCase, bool]]:
-    """Every case, and whether it is one of the headline (all paths, compiled dense)."""
+    """Every case, and whether it belongs to the headline (all paths, compiled dense)."""
     for dtype, densities in DENSITIES.items():
         for tokens in TOKENS[dtype]:
             for density in densities:

@@ -4,9 +4,8 @@ bf16, skewed synthetic gates (30% dead neurons, log-normal firing rates), D 2048
 
     prefill   many tokens, eager calls, dense and ours interleaved
     decode    few tokens, CUDA graphs over enough layers that weights are cold in L2
-    graphs    what lies between, in CUDA graphs
-    modules   few tokens, eager: SparseMLP against the same block of nn.Linear modules
-    kernels   each kernel of the block path alone: TFLOP/s against the device's own matmul in the same run
+    graphs    numbers of tokens in between, in CUDA graphs
+    kernels   each kernel of the block path alone: TFLOP/s against the GPU's own matmul in the same run
     traces    recorded activations of real text (--traces DIRECTORY): up and down on those active sets
 
 Outputs are compared with float32 in the same run. Run it on an idle GPU:
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from _ffn import CHECKED, console, layer, measured_nnz, save, shape_of, tokens
-from twell import Plan, SparseMLP, ffn, reference
+from twell import Plan, ffn, reference
 from twell.activations import Activation
 from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.block_launches import BlockLaunches
@@ -44,12 +43,11 @@ COLD_BYTES = 1 << 30  # weights of the decode graphs: twenty times the L2 cache
 
 
 class Bench:
-    """Collects records; `quick` takes few repetitions, `row` measures the row path."""
+    """Collects records; `quick` takes few repetitions."""
 
-    def __init__(self, quick: bool, row: bool) -> None:
+    def __init__(self, quick: bool) -> None:
         self.records: list[Record] = []
         self.large, self.small = (5, 11) if quick else (15, 25)
-        self.row = row
 
     def add(self, what: str, measured: Timing | float, *, unit: str = "s", **fields: object) -> Record:
         record = make_record(
@@ -60,7 +58,7 @@ class Bench:
 
 
 def shuffled(weights: tuple[Tensor, Tensor, Tensor | None], copies: int) -> list[tuple[Tensor, ...]]:
-    """Layers with the same neurons in other orders: as different to the caches as layers of a model."""
+    """Layers with the same neurons in other orders; caches see them as different layers."""
     up, down, gate = weights
     orders = [torch.randperm(up.shape[0], device="cuda") for _ in range(copies)]
     return [(up[o], down.mT[o].mT, gate[o]) for o in orders]
@@ -90,7 +88,7 @@ def prefill(bench: Bench) -> None:
         weights = layer(HIDDEN, NEURONS, nnz)
         for count in PREFILL:
             plans: dict[str, Plan | None] = {"auto": None, "block": Plan(path="block")}
-            if bench.row and 0 < nnz <= 64 and count in (16384, 65536):
+            if 0 < nnz <= 64 and count in (16384, 65536):
                 plans["row"] = Plan(path="row")
             extra = {COMPILED: compiled} if (nnz, count) == (24, 65536) else {}
             measure(bench, "prefill", stream[:count], weights, nnz, plans, extra)
@@ -111,7 +109,7 @@ def measure(
     plans: dict[str, Plan | None],
     extra: dict[str, Callable[..., Tensor]],
 ) -> None:
-    """Eager calls of dense and ours on the same operands, interleaved."""
+    """Time eager calls of dense and ours on the same operands, interleaved."""
     up, down, gate = weights
     stock_down = down.contiguous()
     candidates = {BASELINE: lambda: stock_dense(x, up, stock_down, gate)}
@@ -119,7 +117,7 @@ def measure(
         name: (lambda fn=function: fn(x, up, stock_down, gate)) for name, function in extra.items()
     }
     candidates |= {name: (lambda p=plan: ffn(x, up, down, gate, plan=p)) for name, plan in plans.items()}
-    # Short calls follow each other, as layers do: the host then works while the device does.
+    # Short calls follow each other, as layers do, so that the host runs ahead of the GPU.
     large = x.shape[0] >= 16384
     timings = compare(
         candidates,
@@ -159,7 +157,7 @@ def graphs(bench: Bench) -> None:
 def measure_graphs(
     bench: Bench, section: str, hidden: int, neurons: int, nnz: float, counts: tuple[int, ...]
 ) -> None:
-    """CUDA graphs of a stack of layers, dense and ours; times are per layer."""
+    """Time CUDA graphs of a stack of layers, dense and ours; times are per layer."""
     layers = -(-COLD_BYTES // (3 * hidden * neurons * 2))
     stack = shuffled(layer(hidden, neurons, nnz), layers)
     stock = [(up, down.contiguous(), gate) for up, down, gate in stack]
@@ -185,56 +183,10 @@ def measure_graphs(
             show(record)
 
 
-def modules(bench: Bench) -> None:
-    """Eager calls of modules: what the host takes, where the GPU has little to do."""
-    sparse = SparseMLP(HIDDEN, NEURONS, device="cuda", dtype=torch.bfloat16)
-    up, down, gate = layer(HIDDEN, NEURONS, 24)
-    sparse.load_state_dict(
-        {"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down.contiguous()}
-    )
-    stock = StockMlp().to("cuda", torch.bfloat16)
-    stock.load_state_dict(sparse.state_dict())
-    for count in (1, 8, 64, 512):
-        x = tokens(count, HIDDEN)
-        for _ in range(130):  # automatic plans take their first readings
-            sparse(x)
-        timings = compare(
-            {BASELINE: lambda x=x: stock(x), "auto": lambda x=x: sparse(x)},
-            device="cuda",
-            warmup=2,
-            repetitions=bench.small,
-            calls_per_sample=60,
-        )
-        record = bench.add(
-            "modules/auto",
-            timings["auto"],
-            baseline="nn.Linear modules, eager",
-            baseline_timing=timings[BASELINE],
-            shape=shape_of(count, HIDDEN, NEURONS),
-            sparsity={"nnz": measured_nnz(x, (up, down, gate)), "wanted_nnz": 24.0},
-            error=error(sparse(x), x, (up, down, gate)),
-        )
-        show(record)
-
-
-class StockMlp(torch.nn.Module):
-    """The block as transformers' LlamaMLP runs it, with relu."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = torch.nn.Linear(HIDDEN, NEURONS, bias=False)
-        self.up_proj = torch.nn.Linear(HIDDEN, NEURONS, bias=False)
-        self.down_proj = torch.nn.Linear(NEURONS, HIDDEN, bias=False)
-        self.act_fn = torch.nn.ReLU()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-
-
 def graphed(calls: list[Callable[[], Tensor]]) -> tuple[Callable[[], None], Tensor]:
-    """The replay of one CUDA graph of all calls, and the tensor in which it leaves the last result.
+    """The replay of one CUDA graph of all calls, and the tensor that holds its last result.
 
-    A warm-up before it compiles kernels and lets automatic plans learn.
+    Warm-up calls compile kernels and let automatic plans learn.
     """
     for _ in range(3):
         for call in calls:
@@ -291,7 +243,7 @@ def stages_of(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> BlockLaunche
 
 
 def traces(bench: Bench, directory: Path) -> None:
-    """List, up and down on recorded active sets, beside what one warp per token would need at 9 TB/s."""
+    """Time list, up and down on recorded active sets, against one warp per token at 9 TB/s."""
     up, down, gate = layer(HIDDEN, NEURONS, 24)
     for path in sorted(directory.glob("trace_*.npz")):
         trace = load_trace(path, NEURONS)
@@ -334,7 +286,6 @@ def sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench
     yield "prefill", prefill
     yield "decode", decode
     yield "graphs", graphs
-    yield "modules", modules
     if options.traces:
         yield "traces", lambda bench: traces(bench, options.traces)
 
@@ -343,18 +294,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", help="sections to run")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--no-row", action="store_true", help="leave out the row path")
-    parser.add_argument("--commit", help="to stamp records with where git is not available")
+    parser.add_argument("--commit", help="commit to write where git is not available")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--traces", type=Path, help="directory with trace_*.npz")
     options = parser.parse_args()
-    bench = Bench(options.quick, not options.no_row)
+    bench = Bench(options.quick)
     torch.manual_seed(0)
     with torch.no_grad():
         for name, run in sections(options):
             if not options.only or name in options.only:
                 run(bench)
-                # After every section: an interrupted run keeps what it has.
+                # After every section, so that an interrupted run keeps its records.
                 save(bench.records, options.out, options.commit)
 
 

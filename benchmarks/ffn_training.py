@@ -2,17 +2,17 @@
 
 bf16, D 2048, H 5632, gated, skewed synthetic gates (30% dead neurons, log-normal firing rates):
 
-    times    forward (gradients recorded), backward and both, eager calls of dense and ours interleaved, the
-             device behind the host; for the fewest tokens also what the host takes to launch
-    memory   what the forward keeps for the backward, and the peak of both
+    times    GPU time of forward, backward and both, with the host running ahead, dense and ours interleaved;
+             for the fewest tokens also the host's time to launch
+    memory   bytes that the forward keeps for the backward, and the peak of both
 
-x and all three weights want gradients. Outputs and gradients are compared with float32 in the same run. Run
+x and all three weights need gradients. Outputs and gradients are compared with float32 in the same run. Run
 it on an idle GPU:
 
     python benchmarks/ffn_training.py [--only SECTION ...] [--quick] [--commit HASH] [--out FILE]
 
-With --device cpu: times of float32, D 1024, H 4096, in a file of their own. To see whether the
-script itself works, without a GPU and with small shapes:
+--device cpu measures float32, D 1024, H 4096, into a file of its own. To try the script with small shapes and
+without a GPU:
 
     python benchmarks/ffn_training.py --device cpu --tiny --out FILE
 """
@@ -38,14 +38,14 @@ from twell.measure.ffn import BASELINE, COMPILED, stock_dense
 RESULTS = Path(__file__).parent / "results" / "ffn_training.jsonl"
 CPU_RESULTS = RESULTS.with_name("ffn_training_cpu.jsonl")
 OPERANDS = ("x", "up", "down", "gate")
-LONG = 65536  # tokens from which fewer repetitions do
+LONG = 65536  # from this many tokens on, fewer repetitions are enough
 SETTLING = 40  # training calls after which automatic plans have read how active the layer is
-CHUNK = 1024  # tokens of the oracle at a time
+CHUNK = 1024  # tokens that the oracle computes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is measured. At `tokens[1]`: memory, and with nnz 24 compiled dense; errors at `tokens[0]`."""
+    """What is measured: memory and (nnz 24) compiled dense at `tokens[1]`, errors at `tokens[0]`."""
 
     hidden: int
     neurons: int
@@ -90,7 +90,7 @@ TINY = Setting(
 
 
 class Step:
-    """Forward and backward of one candidate; a call notes when its two parts began and ended."""
+    """Forward and backward of one candidate; each call records when its two parts began and ended."""
 
     def __init__(self, function: Callable[..., Tensor], operands: tuple[Tensor, ...], grad_y: Tensor) -> None:
         self.function, self.operands, self.grad_y = function, operands, grad_y
@@ -110,10 +110,10 @@ class Step:
         middle = self._mark()
         gradients = torch.autograd.grad(y, self.operands, self.grad_y)
         self.marks.append((start, middle, self._mark()))
-        del y, gradients  # freed behind the last mark
+        del y, gradients  # freed after the last mark
 
     def timings(self, last: int) -> dict[str, Timing]:
-        """Parts of the last calls; on a GPU the device must have finished them."""
+        """Times of the parts of the last calls; a GPU must have finished them."""
         marks = self.marks[-last:]
         return {
             "forward": Timing(tuple(self._seconds(a, b) for a, b, _ in marks)),
@@ -154,7 +154,7 @@ class Bench:
         return torch.compile(stock_dense, fullgraph=True, dynamic=False, backend=self.setting.compiler)
 
     def weights(self, nnz: int) -> Weights:
-        """Made once: automatic plans know layers by their weights."""
+        """Cached: automatic plans recognise layers by their weights."""
         if nnz not in self._weights:
             setting = self.setting
             made = layer(setting.hidden, setting.neurons, nnz, dtype=setting.dtype, device=self.device)
@@ -169,7 +169,7 @@ class Bench:
         return 9 if count >= LONG else 15
 
     def steps(self, count: int, nnz: int, *, compiled: bool) -> dict[str, Step]:
-        """The candidates, each with the layout of `down` that it is made for; the automatic one settled."""
+        """The candidates, each with its own layout of `down`; the automatic plan has settled."""
         up, down, gate = self.weights(nnz)
         x = self.stream[:count].detach().requires_grad_()
         grad_y = self.grad_y[:count]
@@ -184,7 +184,7 @@ class Bench:
         for call in range(SETTLING if self.device != "cpu" else 2):
             steps["auto"].run()
             if call % 8 == 7:
-                self.wait()  # a reading arrives behind the kernels that it is about
+                self.wait()  # readings arrive after their kernels
         return steps
 
     def wait(self) -> None:
@@ -247,11 +247,11 @@ def times(bench: Bench) -> None:
 
 
 def measure_times(bench: Bench, count: int, nnz: int, *, compiled: bool, checked: bool) -> None:
-    """Eager steps of all candidates, interleaved; checked: outputs and gradients against the oracle."""
+    """Time eager steps of all candidates, interleaved. checked: compare with the oracle."""
     steps = bench.steps(count, nnz, compiled=compiled)
     repetitions = bench.repetitions(count)
-    # The steps themselves note the time: `compare` brings the order, the warm-up and the wait at the end.
-    # A host that trains a model runs ahead of the device; what it takes to launch is measured apart.
+    # The steps time themselves; `compare` adds the order, the warm-up and the wait at the end. In training
+    # the host runs ahead of the GPU, so launching is timed separately.
     compare(
         steps,
         device=bench.device,
@@ -283,7 +283,7 @@ def measure_times(bench: Bench, count: int, nnz: int, *, compiled: bool, checked
 
 
 def launch_times(step: Step, repetitions: int) -> Timing:
-    """What the host takes to launch forward and backward; the device is idle before."""
+    """Host time to launch forward and backward on an idle GPU."""
     seconds = []
     for _ in range(repetitions):
         torch.cuda.synchronize()
@@ -294,7 +294,7 @@ def launch_times(step: Step, repetitions: int) -> Timing:
 
 
 COMPARED = {"forward": ("y",), "backward": OPERANDS, "total": ("y", *OPERANDS)}
-"""What a record's `error` is the largest of: the output, and gradients by operand."""
+"""A record's `error` is the largest of these: the output and the gradients by operand."""
 
 
 def error_entries(found: dict[str, float], dense: dict[str, float]) -> dict[str, float]:
@@ -340,22 +340,22 @@ def memory(bench: Bench) -> None:
         steps = bench.steps(count, nnz, compiled=True)
         saved, peak = {}, {}
         for name, step in steps.items():
-            for _ in range(2):  # workspaces of libraries that stay are no part of a step
+            for _ in range(2):  # lasting workspaces of libraries do not belong to a step
                 step.run()
             saved[name] = saved_for_backward(step)
             peak[name] = peak_bytes(step.run, bench.device)
         for name, step in steps.items():
             if name != BASELINE:
-                # "B", where 0 may be: a path that computes everything again keeps nothing.
+                # "B" allows 0: a path that recomputes everything keeps nothing.
                 bench.add("saved", name, saved[name], saved[BASELINE], step, nnz, unit="B")
                 before = {"before": "weights, x, grad_y"}
                 bench.add("peak", name, peak[name], peak[BASELINE], step, nnz, unit="bytes", shape=before)
 
 
 def saved_for_backward(step: Step) -> int:
-    """Bytes that the forward leaves allocated besides y; x and the weights were there before.
+    """Bytes that the forward leaves allocated, without y, x and the weights.
 
-    What the allocator counts, so that nothing kept aside is missed; on a CPU what autograd saved.
+    On a GPU the allocator's count, which misses nothing; on a CPU what autograd saved.
     """
     if not step.grad_y.is_cuda:
         return saved_bytes(step.forward, exclude=step.operands)
@@ -374,15 +374,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections to run")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
-    parser.add_argument("--commit", help="to stamp records with where git is not available")
-    parser.add_argument("--out", type=Path, help="where records go, if not to benchmarks/results")
+    parser.add_argument("--commit", help="commit to write where git is not available")
+    parser.add_argument("--out", type=Path, help="file for the records; default in benchmarks/results")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small float32 shapes, to try the script")
     options = parser.parse_args(arguments)
     if options.tiny and options.out is None:
-        parser.error("--tiny needs --out: its records are no results")
+        parser.error("--tiny needs --out: its records are not results.")
     if options.tiny:
-        torch.set_num_threads(1)  # nothing here is worth a second one
+        torch.set_num_threads(1)  # too small for more
     torch.manual_seed(0)
     on_cpu = options.device == "cpu"
     out = options.out or (CPU_RESULTS if on_cpu else RESULTS)
@@ -393,7 +393,7 @@ def main(arguments: list[str] | None = None) -> None:
             continue
         if not options.only or name in options.only:
             run(bench)
-            # After every section: an interrupted run keeps what it has.
+            # After every section, so that an interrupted run keeps its records.
             save(bench.records, out, options.commit)
 
 

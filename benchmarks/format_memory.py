@@ -1,7 +1,7 @@
 """Bytes of each sparse format against dense; writes benchmarks/results/format_memory.jsonl.
 
-The paper's width (H 5632), skewed synthetic gates, 4096 tokens, bf16 values; every packed matrix is
-unpacked and compared to the bit in the same run.
+The paper's width (H 5632), skewed synthetic gates, 4096 tokens, bf16 values. Every packed matrix is unpacked
+and compared bit by bit in the same run.
 
     python benchmarks/format_memory.py
 """

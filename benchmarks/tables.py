@@ -3,8 +3,8 @@
     python benchmarks/tables.py           rewrite them
     python benchmarks/tables.py --check   exit 1 if a committed one differs from its records
 
-A table lives between `<!-- generated: NAME -->` and `<!-- end -->`. A figure carries a digest of the data
-it was drawn from in its PNG metadata, so checking it needs no comparison of pixels.
+A table stands between `<!-- generated: NAME -->` and `<!-- end -->`. A figure carries a digest of its data in
+its PNG metadata, so that checking it compares no pixels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import tables_defaults
 import tables_gpu
 import tables_runs
 import tables_training
+from tables_gpu import ms
 from twell.measure import Record, read_records
-from twell.report.plots import speedup_curves
+from twell.plots import speedup_curves
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -41,7 +42,7 @@ def cpu_records(**shape: object) -> list[Record]:
 
 
 def wanted_density(record: Record) -> float:
-    """The density that the workload asked for; the measured one is within a few percent of it."""
+    """The density that the workload asked for; the measured one differs by a few percent."""
     steps = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
     return min(steps, key=lambda step: abs(step - record.sparsity["density"]) / step)
 
@@ -53,15 +54,11 @@ def cpu_headline() -> str:
         "|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for gated in (True, False):
-        cells: dict[int, dict[str, Record]] = {}
-        for record in cpu_records(dtype="float32", gated=gated):
-            if wanted_density(record) == 0.01:
-                cells.setdefault(record.shape["M"], {})[record.what] = record
-        for tokens, row in sorted(cells.items()):
-            auto, compiled = row["ffn_cpu/auto"], row["ffn_cpu/compiled"]
+        for tokens, row in _cpu_rows(gated):
+            auto, compiled = row["auto"], row["compiled"]
             lines.append(
-                f"| {'gated' if gated else 'non-gated'} | {tokens} | {_ms(auto.baseline_value)} "
-                f"| {_ms(compiled.value)} | {_ms(auto.value)} | **{auto.ratio:.2f}x** "
+                f"| {'gated' if gated else 'non-gated'} | {tokens} | {ms(auto.baseline_value)} "
+                f"| {ms(compiled.value)} | {ms(auto.value)} | **{auto.ratio:.2f}x** "
                 f"| {compiled.value / auto.value:.2f}x | {auto.error:.0e} |"
             )
     return "\n".join(lines)
@@ -70,14 +67,19 @@ def cpu_headline() -> str:
 def cpu_paths() -> str:
     """Row against block against auto at 1% active."""
     lines = ["| tokens | row | block | auto |", "|---:|---:|---:|---:|"]
-    cells: dict[int, dict[str, Record]] = {}
-    for record in cpu_records(dtype="float32", gated=True):
-        if wanted_density(record) == 0.01:
-            cells.setdefault(record.shape["M"], {})[record.what] = record
-    for tokens, row in sorted(cells.items()):
-        ratios = [row[f"ffn_cpu/{path}"].ratio for path in ("row", "block", "auto")]
+    for tokens, row in _cpu_rows(gated=True):
+        ratios = [row[path].ratio for path in ("row", "block", "auto")]
         lines.append(f"| {tokens} | " + " | ".join(f"{ratio:.2f}x" for ratio in ratios) + " |")
     return "\n".join(lines)
+
+
+def _cpu_rows(gated: bool) -> list[tuple[int, dict[str, Record]]]:
+    """(tokens, candidate -> record) at 1% active, fp32."""
+    rows: dict[int, dict[str, Record]] = {}
+    for record in cpu_records(dtype="float32", gated=gated):
+        if wanted_density(record) == 0.01:
+            rows.setdefault(record.shape["M"], {})[record.what.removeprefix("ffn_cpu/")] = record
+    return sorted(rows.items())
 
 
 def cpu_density() -> str:
@@ -149,10 +151,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot and the data it shows; `draw` takes the target path and the metadata to store in it.
-
-    Without data (nothing measured yet) there is no plot.
-    """
+    """A plot and its data; `draw` takes the target path and the metadata to store. No data, no plot."""
 
     path: Path
     data: Callable[[], object]
@@ -223,10 +222,6 @@ def regenerate() -> None:
         if data := figure.data():
             figure.path.parent.mkdir(parents=True, exist_ok=True)
             figure.draw(data, figure.path, {_DIGEST: figure.digest()})
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
 
 
 def main() -> None:

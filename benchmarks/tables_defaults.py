@@ -1,4 +1,4 @@
-"""Tables of what people get who set nothing, for tables.py."""
+"""Tables of default settings, for tables.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def eager() -> str:
 
 
 def host() -> str:
-    """Microseconds of the host for a call, by tokens."""
+    """Host microseconds per call, by tokens."""
     lines = [
         '| tokens | nn.Linear modules | automatic plan | `Plan(path="dense")` | `Plan(path="block")` |',
         "|---:|---:|---:|---:|---:|",
@@ -45,7 +45,7 @@ def host() -> str:
 
 
 def steps() -> str:
-    """Training steps with a synchronisation after each: how long they are waited for, and the host's part."""
+    """Training steps, synchronised after each: their time and the host's part."""
     lines = [
         "| tokens | nnz | nn.Linear modules | ours | | host: modules | host: ours |",
         "|---:|---:|---:|---:|---:|---:|---:|",

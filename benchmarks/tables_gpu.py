@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from twell.measure import Record, read_records
-from twell.report.plots import speedup_curves
+from twell.plots import speedup_curves
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ffn_inference.jsonl"
 
@@ -34,7 +34,7 @@ def nnz_name(nnz: int, neurons: int = 5632) -> str:
 def grid(
     rows: dict[int, dict[int, Record]], dense: Callable[[float], str], cell: Callable[[int, int], str]
 ) -> str:
-    """Tokens down, nnz across; `dense` writes dense's time, `cell` what stands at (tokens, nnz)."""
+    """Tokens down, nnz across. dense: formats dense's time; cell: the text at (tokens, nnz)."""
     columns = sorted(next(iter(rows.values())))
     lines = [
         "| tokens | dense | " + " | ".join(map(nnz_name, columns)) + " |",
@@ -60,7 +60,7 @@ def gpu_decode() -> str:
 
 
 def gpu_graphs() -> str:
-    """Between few and many tokens, in CUDA graphs: the block path, and what automatic plans make of it."""
+    """Between few and many tokens, in CUDA graphs: the block path, and automatic plans in brackets."""
     sparse, auto = (by_nnz(gpu_records(f"graphs/{name}")) for name in ("sparse", "auto"))
 
     def both(tokens: int, nnz: int) -> str:
@@ -70,7 +70,7 @@ def gpu_graphs() -> str:
 
 
 def gpu_decode_other() -> str:
-    """Few tokens in CUDA graphs, other shapes: the sparse kernels, and what automatic plans make of them."""
+    """Few tokens in CUDA graphs, other shapes: the sparse kernels, and automatic plans in brackets."""
     lines = [
         "| D | H | active | 1 token | 8 | 32 | 64 |",
         "|---:|---:|---:|---:|---:|---:|---:|",
@@ -101,7 +101,7 @@ def gpu_rows() -> str:
 
 
 def gpu_kernels() -> str:
-    """Each kernel of the block path alone, against the device's own matmul in the same run."""
+    """Each kernel of the block path alone, against the GPU's own matmul in the same run."""
     lines = [
         "| nnz | union of 128 tokens | `x @ gate.T` | select | select and list | up | down |",
         "|---:|---:|---:|---:|---:|---:|---:|",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
-from twell.report.plots import training_curves
+from twell.measure import RunRecord, read_records
+from twell.plots import training_curves
 
-RECORDS = Path(__file__).resolve().parent / "results" / "runs" / "training.jsonl"
+RECORDS = Path(__file__).resolve().parent / "results" / "training_runs.jsonl"
 NOT_MEASURED = "Not measured yet."
 SMALL = {
     "silu": "SiLU, dense",
@@ -29,13 +28,11 @@ WIDE = {
 }
 
 
-def runs(suite: str) -> dict[str, dict[str, Any]]:
+def runs(suite: str) -> dict[str, RunRecord]:
     """name -> the last record of each run."""
-    if not RECORDS.exists():
-        return {}
-    records = [json.loads(line) for line in RECORDS.read_text().splitlines()]
+    records = read_records(RECORDS, RunRecord) if RECORDS.exists() else []
     prefix = f"training_runs/{suite}/"
-    return {r["what"].removeprefix(prefix): r for r in records if r["what"].startswith(prefix)}
+    return {r.what.removeprefix(prefix): r for r in records if r.what.startswith(prefix)}
 
 
 def small_runs() -> str:
@@ -43,14 +40,14 @@ def small_runs() -> str:
     found = runs("small")
     if not found:
         return NOT_MEASURED
-    base = found["relu"]["summary"]["held_out_ce_loss"]
+    base = found["relu"].summary["held_out_ce_loss"]
     lines = [
         "| | held-out cross-entropy | over lambda 0 | active per token | dead | revived |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for name, title in SMALL.items():
         if name in found:
-            s = found[name]["summary"]
+            s = found[name].summary
             loss = s["held_out_ce_loss"]
             cells = ["", "", ""]
             if s["held_out_nnz"] is not None:
@@ -73,7 +70,7 @@ def wide_runs() -> str:
         "|---|" + "---:|" * (4 + len(dense)),
     ]
     for name in shown:
-        summary = found[name]["summary"]
+        summary = found[name].summary
         rate, memory = (_late(found[name], key) for key in ("tokens_per_second", "peak_memory_bytes"))
         ratios = (f"{rate / _late(found[other], 'tokens_per_second'):.2f}x" for other in dense)
         lines.append(
@@ -83,38 +80,38 @@ def wide_runs() -> str:
     gaps = [f"{WIDE[name]} {_gap(found, 'dense', name)}" for name in shown if name != "dense"]
     lines += [
         "",
-        "Speed and memory: medians of the logs (of 5 steps each) of the second half. Mean and largest "
-        f"absolute difference of the logs' cross-entropies from those of the first row: {'; '.join(gaps)}.",
+        "Speed and memory are medians over the second half of each run's logs (one per 5 steps). Mean and "
+        f"largest difference in cross-entropy from the first row, log by log: {'; '.join(gaps)}.",
     ]
     return "\n".join(lines)
 
 
-def _late(record: dict[str, Any], key: str) -> float:
-    values = record["curve"][key]
+def _late(record: RunRecord, key: str) -> float:
+    values = record.curve[key]
     return median(values[len(values) // 2 :])
 
 
-def _gap(found: dict[str, dict[str, Any]], one: str, other: str) -> str:
-    curves = (found[name]["curve"]["ce_loss"] for name in (one, other))
+def _gap(found: dict[str, RunRecord], one: str, other: str) -> str:
+    curves = (found[name].curve["ce_loss"] for name in (one, other))
     gaps = [abs(a - b) for a, b in zip(*curves, strict=True)]
     return f"{fmean(gaps):.4f} and {max(gaps):.3f}"
 
 
 def measured_on() -> str:
-    suites = {"small": "the small runs", "wide": "those at the paper's width"}
+    suites = {"small": "the small runs", "wide": "the runs at the paper's width"}
     last = {title: list(runs(suite).values())[-1] for suite, title in suites.items() if runs(suite)}
     if not last:
         return NOT_MEASURED
     (record, *_) = last.values()
-    commits = ", ".join(f"{title} at commit {found['commit']}" for title, found in last.items())
+    commits = ", ".join(f"{title} at commit {found.commit}" for title, found in last.items())
     return (
-        f"Measured on one {record['hardware'].get('gpu')}, torch {record['versions']['torch']}, "
-        f"{record['date'][:10]}: {commits}."
+        f"Measured on one {record.hardware.get('gpu')}, torch {record.versions['torch']}, "
+        f"{record.date[:10]}: {commits}."
     )
 
 
-def _lines(record: dict[str, Any]) -> list[dict[str, float]]:
-    curve = record["curve"]
+def _lines(record: RunRecord) -> list[dict[str, float]]:
+    curve = record.curve
     keys = [key for key in ("tokens", "ce_loss", "nnz") if curve[key][0] is not None]
     return [dict(zip(keys, values, strict=True)) for values in zip(*(curve[k] for k in keys), strict=True)]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tables_gpu import by_nnz, grid, ms, nnz_name
 from twell.measure import Record, read_records
-from twell.report.plots import speedup_curves
+from twell.plots import speedup_curves
 
 RECORDS = Path(__file__).resolve().parent / "results" / "ffn_training.jsonl"
 CPU_RECORDS = RECORDS.with_name("ffn_training_cpu.jsonl")
@@ -50,8 +50,8 @@ def training_cpu() -> str:
     lines += [
         "",
         f"Measured on {hardware['cpu']}, {hardware['torch_threads']} threads, torch "
-        f"{first.versions['torch']}, commit {first.commit}; errors of output and gradients at most "
-        f"{worst:.2f} times those of dense, against float64.",
+        f"{first.versions['torch']}, commit {first.commit}; output and gradients have at most {worst:.2f} "
+        "times the error of dense, against float64.",
     ]
     return "\n".join(lines)
 
@@ -75,7 +75,7 @@ def training_parts() -> str:
 
 
 def training_memory() -> str:
-    """What is kept for the backward and the peak of a step, in MiB."""
+    """Memory kept for the backward and peak of a step, in MiB."""
     rows: dict[tuple[int, str], dict[str, Record]] = {}
     for name in CANDIDATES:
         for part in ("saved", "peak"):
@@ -100,7 +100,7 @@ def training_memory() -> str:
 
 
 def training_figure() -> str:
-    """The figure, in a document beside docs/figures."""
+    """The figure, for a document in docs/."""
     if not curves_data():
         return NOT_MEASURED
     return "![Speed-up of forward and backward over dense PyTorch by nnz](figures/gpu_training.png)"
@@ -122,7 +122,7 @@ def training_measured_on() -> str:
     if ours:
         text += (
             ". Outputs and gradients were compared with float32 in the same run: "
-            f"errors of ours are at most {max(ours):.2f} times those of eager dense"
+            f"our errors are at most {max(ours):.2f} times those of eager dense"
         )
     return f"{text}."
 

@@ -1,12 +1,12 @@
-"""Whole training runs on a GPU; writes benchmarks/results/runs/training.jsonl, one line per run.
+"""Whole training runs on a GPU; writes benchmarks/results/training_runs.jsonl, one line per run.
 
     small   about 100M parameters on the same tokens: SiLU, ReLU without a penalty, several penalties, revival
     wide    the paper's width (D 2048, H 5632, 8 layers): automatic plans against dense, eager and compiled,
             from one seed
 
-Runs are `twell train` with settings over a preset. Those of `wide` follow each other in one process; several
-of `small` share the GPU, each in a process of its own, so their tokens per second mean nothing. Text comes
-from a folder that was prepared before:
+Each run is `twell train` with settings over a preset. Runs of `wide` follow each other in one process; runs
+of `small` may share the GPU, each in its own process, so their tokens per second mean nothing. Text comes
+from a prepared folder:
 
     python benchmarks/training_runs.py small --data FOLDER [--together N] [--commit HASH] [--out FILE]
 """
@@ -28,10 +28,11 @@ import torch
 from rich.console import Console
 
 import twell
-from twell.measure.environment import commit, hardware, versions
+from twell.measure import RunRecord, write_records
+from twell.measure.records import source
 from twell.train.metrics import read_metrics
 
-RESULTS = Path(__file__).parent / "results" / "runs" / "training.jsonl"
+RESULTS = Path(__file__).parent / "results" / "training_runs.jsonl"
 POINTS = 150  # of a stored curve, at most
 CURVE = ("tokens", "ce_loss", "nnz", "dead", "tokens_per_second", "peak_memory_bytes")
 console = Console(width=150)
@@ -91,8 +92,8 @@ SUITES: dict[str, tuple[str, tuple[str, ...], dict[str, tuple[str, ...]]]] = {
 }
 
 
-def run_one(suite: str, name: str, data: Path, folder: Path) -> dict[str, object] | None:
-    """The record of one run; None if it failed."""
+def run_one(suite: str, name: str, data: Path, folder: Path, commit: str | None) -> RunRecord | None:
+    """Train one run; its record, or None if it failed."""
     preset, shared, runs = SUITES[suite]
     settings = (*shared, *runs[name])
     command = [sys.executable, "-m", "twell.cli", "train", "--preset", preset, "--out", str(folder)]
@@ -123,16 +124,18 @@ def run_one(suite: str, name: str, data: Path, folder: Path) -> dict[str, object
     layers = [(s.sparse, s.share, s.switches) for s in twell.training_states()[known:]]
     shown = {key: round(value, 4) for key, value in summary.items() if isinstance(value, float)}
     console.print(f"{suite}/{name} {seconds:.0f} s, sparse layers {sum(s for s, *_ in layers)}", shown)
-    return {
-        "layers": layers,
-        "what": f"training_runs/{suite}/{name}",
-        "preset": preset,
-        "settings": list(settings),
-        "seconds": seconds,
-        "summary": summary,
-        "last": {k: v for k, v in lines[-1].items() if isinstance(v, int | float)},
-        "curve": curve,
-    }
+    origin = source("cuda" if torch.cuda.is_available() else "cpu", __file__)
+    return RunRecord(
+        what=f"training_runs/{suite}/{name}",
+        preset=preset,
+        settings=list(settings),
+        seconds=seconds,
+        summary=summary,
+        last={key: value for key, value in lines[-1].items() if isinstance(value, int | float)},
+        curve=curve,
+        layers=layers,
+        **origin | {"commit": commit or origin["commit"]},
+    )
 
 
 def main() -> None:
@@ -141,25 +144,19 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="a prepared folder")
     parser.add_argument("--only", nargs="*", help="runs of the suite")
     parser.add_argument("--together", type=int, default=1, help="runs at a time")
-    parser.add_argument("--commit", help="to stamp records with where git is not available")
+    parser.add_argument("--commit", help="commit to write where git is not available")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     names = options.only or list(SUITES[options.suite][2])
-    common = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
-        "commit": options.commit or commit(__file__),
-        "hardware": hardware("cuda"),
-        "versions": versions(),
-    }
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.together) as pool:
         jobs = [
-            pool.submit(run_one, options.suite, name, options.data, Path(folder) / name) for name in names
+            pool.submit(run_one, options.suite, name, options.data, Path(folder) / name, options.commit)
+            for name in names
         ]
         for job in jobs:
             record = job.result()
             if record is not None:
-                with options.out.open("a") as out:
-                    out.write(json.dumps(record | common) + "\n")
+                write_records(options.out, [record], append=True)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from twell.cli.app import app
 from twell.evaluation import evaluate_text, evaluate_windows, load_model
 from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM, to_stock
 from twell.train.data import DataConfig, prepare
+from twell.train.run import train
 
-from .train.runs import write_corpus
+from .train.runs import small_run, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,15 @@ class TestText:
     def test_limits(self, saved):
         model, tokenizer = load_model(str(saved[0]))
         assert evaluate_text(model, tokenizer, ["import torch\n" * 99], max_tokens=40).tokens == 40
+        windows = [[1, 2, 3, 4]] * 5
+        assert [evaluate_windows(model, windows, max_tokens=n).tokens for n in (2, 9, 10, 99)] == [
+            2,
+            8,
+            10,
+            20,
+        ]
+        with pytest.raises(ValueError, match="max_tokens: got 0"):
+            evaluate_windows(model, windows, max_tokens=0)
         with pytest.raises(ValueError, match=r"sequence_length: got 65; accepted: 2 to 64"):
             evaluate_text(model, tokenizer, ["a"], sequence_length=65)
         with pytest.raises(ValueError, match="documents: got 0 tokens"):
@@ -118,6 +128,16 @@ def test_eval_command(saved, tmp_path):
     assert found["tokens"] == 500
     assert len(found["l0"]) == 2
     assert f"{found['cross_entropy']:.4f}" in result.output
+
+
+def test_eval_of_a_run_stops_after_max_tokens(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus")
+    train(small_run(corpus, "train.steps=2"), tmp_path / "run")
+    found = [tmp_path / name for name in ("all.json", "some.json")]
+    for out, options in zip(found, [(), ("--max-tokens", 40)], strict=True):
+        assert run("eval", tmp_path / "run", "--out", out, *options).exit_code == 0
+    everything, some = (json.loads(out.read_text())["tokens"] for out in found)
+    assert everything > some == 40
 
 
 def test_tasks_through_the_real_harness(saved, tmp_path):
@@ -183,6 +203,7 @@ def test_generate_command_writes_what_generate_does(saved):
 def test_bad_input(saved, tmp_path):
     for arguments, message in [
         (("eval", saved[0]), "text: got"),
+        (("eval", saved[0], "--sequence-length", 8), "--sequence-length: got 8; accepted: with --text only"),
         (("eval", tmp_path / "nowhere"), "model: got"),
         (("generate", tmp_path / "nowhere", "--prompt", "a"), "model: got"),
         (("eval", tmp_path / "nowhere", "--text", "python"), "model: got"),

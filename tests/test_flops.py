@@ -1,4 +1,4 @@
-"""torch's flop counter: our ops count as the stock block does, in whichever order things are imported."""
+"""torch's flop counter: our ops count as the stock block does once `twell.flops` is imported."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import twell.flops  # noqa: F401 - registers the formulas
 from twell import Plan, SparseMLP, ffn, ffn_with_stats
 
 from .accuracy import stock_dense
@@ -89,8 +90,9 @@ assert counter.get_total_flops() == 2 * 2 * 2 * 8 * 8
     [
         "import twell\nassert 'torch.utils.flop_counter' not in sys.modules\nimport torch.utils.flop_counter",
         "import torch.utils.flop_counter\nimport twell",
+        "import transformers\nimport twell.hf\nimport torch.utils.flop_counter",
     ],
-    ids=["twell-first", "counter-first"],
+    ids=["twell-first", "counter-first", "hf"],
 )
 def test_import_orders(order):
     code = f"import sys, torch\n{order}\n{COUNT}"

@@ -11,15 +11,15 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_after_import", "_checks", "_extras", "_files", "_log", "_observers"},
-    {"_processor", "_transformers_hook", "_version"},
+    {"_checks", "_files", "_log", "_observers"},
+    {"_processor", "_version"},
     {"activations", "layer_state"},
     {"reference", "formats", "synthetic"},
     {"kernels"},
     {"backends", "accumulation", "crossover"},
     {"plan"},
     {"policy"},
-    {"_flops", "ops"},
+    {"flops", "ops"},
     {"prepared", "training_step"},
     {"functional"},
     {"nn"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"__init__"},
     {"hf"},
     {"measure"},
-    {"report"},
+    {"plots"},
     {"train"},
     {"evaluation"},
     {"cli"},

@@ -11,7 +11,6 @@ from ._processor import apply_kept_verdict as _apply_kept_verdict
 _apply_kept_verdict()
 
 from ._log import Ran, recorded_paths
-from ._transformers_hook import install as _install_transformers_hook
 from ._version import __version__
 from .accumulation import accumulate_in_place
 from .activations import Activation, fatrelu
@@ -22,8 +21,6 @@ from .kernels.gpu.overflow import overflowed_steps
 from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
-
-_install_transformers_hook()
 
 __all__ = [
     "Activation",

@@ -1,4 +1,7 @@
-"""One way to refuse bad input: name the argument, the value received and the values accepted."""
+"""One way to refuse bad input, and one way to ask for a missing package.
+
+Errors name the argument, the value received and the values accepted; or how to install the package.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,13 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+# The extras of pyproject.toml and the modules that only they bring.
+EXTRAS = {
+    "plot": ("matplotlib",),
+    "hf": ("transformers", "safetensors", "accelerate"),
+    "train": ("tokenizers", "datasets", "pyarrow", "yaml"),
+    "eval": ("lm_eval",),
+}
 
 
 def reject(argument: str, received: Any, accepted: str) -> NoReturn:
@@ -41,3 +51,21 @@ def require_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:
 def is_local(path: str) -> bool:
     """Whether a path that does not exist was meant to: names on the Hub are OWNER/NAME, and no folder."""
     return path.startswith((".", "/", "~")) or path.count("/") != 1 or Path(path).parent.is_dir()
+
+
+def how_to_install(extra: str) -> str:
+    """The command that installs an extra. No package index has twell, so it names a checkout."""
+    return f'pip install -e ".[{extra}]" in a checkout of twell'
+
+
+def missing_extra(what: str, extra: str) -> ImportError:
+    """The error to raise without an extra. what: as "plots need matplotlib"."""
+    return ImportError(f"{what}: {how_to_install(extra)}")
+
+
+def explained(error: ImportError) -> str:
+    """The message of a failed import, with the command that helps if an extra has the module."""
+    for extra, modules in EXTRAS.items():
+        if isinstance(error, ModuleNotFoundError) and error.name in modules:
+            return f"{error}: {how_to_install(extra)}"
+    return str(error)

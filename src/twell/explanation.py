@@ -1,4 +1,4 @@
-"""`twell.explain`: what ran in each layer of a model, and why."""
+"""`twell.explain`: shows what ran in each layer of a model, and why."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _COLUMNS = ("layer", "D x H", "plan", "ran", "active", "why")
 class ExplainedLayer(NamedTuple):
     """What is known of one block.
 
-    layer:    its name in the model.
+    layer:    name of the block in the model.
     hidden, neurons:  D and H.
-    plan:     the one that it was given, or "auto".
-    forward:  the path of its last call that was decided: "dense", "row" or "block"; None before the first.
-    backward: that of its last backward of ours; None where there was none, or autograd did it.
-    active:   the share of neurons active in a block of tokens when the forward was decided, or the last one
-              read if none was known then; None on CPUs, which look at every call instead.
-    reason:   why the forward ran so.
+    plan:     its plan, or "auto".
+    forward:  path of the last decided call: "dense", "row" or "block"; None before the first call.
+    backward: path of our last backward; None if there was none or autograd ran it.
+    active:   share of active neurons in a block of tokens when the forward was decided, or the last one
+              known; None on CPUs, which look at every call instead.
+    reason:   why the forward ran this way.
     """
 
     layer: str
@@ -52,13 +52,13 @@ class Explanation(list[ExplainedLayer]):
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What ran in every `SparseMLP` of `model`, and why; print it.
+    """What ran in every `SparseMLP` of `model`, and why. Print the result for a table.
 
         model(ids)
         print(twell.explain(model))
 
-    Layers decide when they run: one that has not been called shows no path. A call that repeats a decision
-    shows that decision. Blocks that a compiler has seen through and fused densely are not seen.
+    Layers decide when they run, so a layer without a call shows no path. A call that repeats a decision shows
+    that decision. Blocks that a compiler fused into dense code do not appear as run.
     """
     if not isinstance(model, nn.Module):
         reject("model", type(model).__name__, "a torch.nn.Module")
@@ -84,7 +84,7 @@ def _explained(name: str, mlp: SparseMLP) -> ExplainedLayer:
 
 
 def _state_of(mlp: SparseMLP) -> LayerState | None:
-    """Its own, or what a compiled graph knows of its weights: whichever ran last."""
+    """The module's state or the one that a compiled graph keeps for its weights: whichever ran last."""
     states = [mlp._layer]
     selector = mlp.gate_proj if mlp.gated else mlp.up_proj
     weight = getattr(selector, "weight", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import lru_cache
 from operator import index
@@ -192,6 +193,10 @@ def _run(
         training,
     )
     if _is_observed(tensors):
+        if "torch.utils.flop_counter" in sys.modules and not torch.compiler.is_compiling():
+            from .flops import tell_active_counters  # not before: it imports Triton
+
+            tell_active_counters()
         return _shaped(_run_observed(args, Resolution(*resolution), training, record), x, down)
     layer = layer or LayerState()
     decision = decide(

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._checks import reject
-from ._flops import count_flops_in_torch
 from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
@@ -328,7 +327,6 @@ def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     return (*(next(left) if w else None for w in wanted), None, None, None, None, None, None)
 
 
-count_flops_in_torch()
 _library.impl("ffn", _forward, "CompositeExplicitAutograd")
 _library.impl("ffn_train", _train_forward, "CompositeExplicitAutograd")
 _library.impl("ffn_backward", _gradients, "CompositeExplicitAutograd")

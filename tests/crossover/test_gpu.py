@@ -9,7 +9,7 @@ import torch
 
 from twell._files import CACHE_VARIABLE
 from twell.crossover import gpu as limits
-from twell.measure.tune import crossing, tune
+from twell.measure.tune import crossing, tune_gpu
 
 SHAPE = limits.Shape(2048, 5632, True)
 
@@ -94,14 +94,14 @@ def test_crossing_is_linear_between_shares():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU it measures")
 def test_tuning_needs_a_gpu():
     with pytest.raises(ValueError, match="device: got no CUDA device"):
-        tune()
+        tune_gpu()
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_tuning_writes_what_plans_read():
     seen = []
-    found = tune(512, 2048, tokens=(1, 8192), repetitions=3, report=lambda *row: seen.append(row[0]))
+    found = tune_gpu(512, 2048, tokens=(1, 8192), repetitions=3, report=lambda *row: seen.append(row[0]))
     assert seen == [1, 8192]
     name = torch.cuda.get_device_properties(0).name
     assert limits.share_limit(name, True, limits.Shape(512, 2048, True), 1) == found[1]

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import twell.flops  # noqa: F401 - FlopCounterMode counts our ops
 from twell import (
     Plan,
     accumulate_in_place,

@@ -28,7 +28,7 @@ MLP_KEY = re.compile(r"(.*\.mlp\.)(gate|up|down)_proj\.weight")
 
 
 def respell(state: dict[str, torch.Tensor], spelling: str, gated: bool) -> dict[str, torch.Tensor]:
-    """Stock keys and shapes to those of a released checkpoint."""
+    """Convert stock keys and shapes to a released checkpoint's."""
     spelled = {}
     for key, value in state.items():
         match = MLP_KEY.fullmatch(key)

@@ -49,7 +49,7 @@ class CountingBackend:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_compiled_around_eager_blocks(checkpointing, fresh_compiler):
-    """More layers than a function may be compiled anew: they share what is compiled."""
+    """More layers than one function may be recompiled for: they share their compiled code."""
     sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
     if checkpointing:
         sparse.gradient_checkpointing_enable({"use_reentrant": False})

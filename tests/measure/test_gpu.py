@@ -1,4 +1,4 @@
-"""The measuring kit on a GPU: event timings, cold caches, exact peaks."""
+"""The measuring kit on a GPU: event timings, exact peaks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from twell.measure import Record, compare, hardware, make_record, peak_bytes, saved_bytes, speedup, time_calls
+from twell.measure import Record, compare, hardware, make_record, peak_bytes, saved_bytes, speedup
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,7 @@ def wall_seconds(fn, calls: int = 20) -> float:
 
 def test_matmul_agrees_with_an_explicit_measurement():
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    timing = time_calls(lambda: a @ a, device="cuda", warmup=10)
+    timing = compare({"fn": lambda: a @ a}, device="cuda", warmup=10)["fn"]
     assert timing.n == 20
     assert 0.5 < timing.median / wall_seconds(lambda: a @ a) < 2
 
@@ -37,26 +37,8 @@ def test_matmul_agrees_with_an_explicit_measurement():
 @pytest.mark.parametrize("calls", [None, 1, 5])
 def test_time_is_per_call(calls):
     a = torch.randn(2048, 2048, device="cuda")
-    timing = time_calls(lambda: a @ a, device="cuda:0", warmup=10, calls_per_sample=calls)
+    timing = compare({"fn": lambda: a @ a}, device="cuda:0", warmup=10, calls_per_sample=calls)["fn"]
     assert 0.3 < timing.median / wall_seconds(lambda: a @ a) < 3
-
-
-def test_cold_l2_is_not_faster():
-    """16 MiB fit in L2: read from there when warm, from memory when cold."""
-    x = torch.ones(16 * MIB // 4, device="cuda")
-    out = torch.empty((), device="cuda")
-
-    def fn() -> None:
-        torch.sum(x, dim=0, out=out)
-
-    warm = time_calls(fn, device="cuda", warmup=10, repetitions=50)
-    cold = time_calls(fn, device="cuda", warmup=10, repetitions=50, l2_cold=True)
-    assert cold.median >= 0.95 * warm.median
-
-
-def test_cold_l2_takes_one_call_per_sample():
-    with pytest.raises(ValueError, match="calls_per_sample: got 2"):
-        time_calls(lambda: None, device="cuda", l2_cold=True, calls_per_sample=2)
 
 
 def test_queued_samples_do_not_see_the_launches():
@@ -72,15 +54,13 @@ def test_queued_samples_do_not_see_the_launches():
     assert queued.median < launched.median
 
 
-@pytest.mark.parametrize("l2_cold", [False, True])
-def test_compare_ranks_work(l2_cold):
+def test_compare_ranks_work():
     small, large = (torch.randn(n, n, device="cuda") for n in (2048, 4096))
     rounds: list[None] = []
     timings = compare(
         {"large": lambda: large @ large, "small": lambda: small @ small},
         device="cuda",
         repetitions=10,
-        l2_cold=l2_cold,
         progress=lambda: rounds.append(None),
     )
     assert len(rounds) == 10

@@ -11,7 +11,17 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from twell.measure import Record, Timing, commit, hardware, make_record, read_records, versions, write_records
+from twell.measure import (
+    Record,
+    RunRecord,
+    Timing,
+    commit,
+    hardware,
+    make_record,
+    read_records,
+    versions,
+    write_records,
+)
 
 ENTRIES = {
     "what": "ffn_cpu/prefill/auto",
@@ -225,9 +235,6 @@ def test_permissions_are_those_of_an_ordinary_file(tmp_path):
     ordinary.write_text("")
     write_records(path, [record()])
     assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(ordinary.stat().st_mode)
-    path.chmod(0o640)
-    write_records(path, [record()], append=True)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_make_record_of_a_timing():
@@ -264,3 +271,49 @@ def test_make_record_refuses_a_timing_in_another_unit():
         make_record("a", Timing((1.0,)), unit="ms")
     with pytest.raises(ValueError, match="unit: got 'ms'; accepted: 's', since baseline_timing is a Timing"):
         make_record("a", 1.0, unit="ms", baseline="b", baseline_timing=Timing((1.0,)))
+
+
+RUN = {
+    "what": "training_runs/wide/auto",
+    "preset": "paper-0.5b",
+    "settings": ["train.steps=350"],
+    "seconds": 104.3,
+    "summary": {"steps": 350, "held_out_ce_loss": 4.0, "held_out_nnz": None},
+    "last": {"step": 350, "loss": 4.04},
+    "curve": {"tokens": [1, 2], "ce_loss": [5.0, 4.0], "nnz": [None, 30.5]},
+    "layers": [[True, 0.34, 1]],
+    **{name: ENTRIES[name] for name in ("hardware", "versions", "commit", "date")},
+}
+
+
+class TestRuns:
+    def test_round_trip_through_a_file(self, tmp_path):
+        runs = [RunRecord(**RUN), RunRecord(**RUN | {"layers": [], "curve": {}})]
+        path = tmp_path / "runs.jsonl"
+        for run in runs:
+            write_records(path, [run], append=True)
+        assert read_records(path, RunRecord) == runs
+        with pytest.raises(ValueError, match=r"runs\.jsonl, line 1: record: got unknown fields"):
+            read_records(path)
+        with pytest.raises(ValueError, match="records: got a Record; accepted: RunRecord objects"):
+            write_records(path, [runs[0], record()])
+
+    @pytest.mark.parametrize(
+        ("field", "bad"),
+        [
+            ("what", "Wide"),
+            ("preset", ""),
+            ("settings", "train.steps=350"),
+            ("settings", [1]),
+            *(("seconds", bad) for bad in (0, math.nan, "1")),
+            *(("summary", bad) for bad in (None, {"loss": math.nan}, {"loss": "4"})),
+            ("last", {"loss": None}),
+            *(("curve", bad) for bad in ([], {"a": 1}, {"a": [math.inf]}, {"a": [1], "b": [1, 2]})),
+            *(("layers", bad) for bad in (None, [1], [["sparse"]])),
+            ("commit", ""),
+            ("date", "2026-01-31T12:00:00"),
+        ],
+    )
+    def test_rejection_names_field_value_and_accepted(self, field, bad):
+        with pytest.raises(ValueError, match=rf"^{field}.*: got [\s\S]*; accepted: "):
+            RunRecord(**RUN | {field: bad})

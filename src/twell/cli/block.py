@@ -1,4 +1,4 @@
-"""`twell block`: one sparse feed-forward block end to end on the CPU."""
+"""`twell block`: shows one sparse feed-forward block end to end on the CPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..measure import make_record, write_records
 from ..measure.ffn import BASELINE, FfnCase, FfnComparison, compare_ffn, stock_dense
 from ..nn import SparseMLP
 from ..plan import Plan
-from ..report.plots import speedup_bars
+from ..plots import figure_class, speedup_bars
 from ..synthetic import SyntheticFfn, make_ffn
 
 _DECODE_TOKENS = (1, 8)
@@ -24,7 +24,8 @@ _REPETITIONS = 15
 
 
 def run_block(*, output: Path, hidden: int, neurons: int, density: float, tokens: int) -> None:
-    """Build, pack, check, time and plot; writes `speedup.png` and `records.jsonl` to `output`."""
+    """Build, pack, check, time and plot a block; write `speedup.png` and `records.jsonl` to `output`."""
+    figure_class()  # raises before the work starts
     console = Console()
     output.mkdir(parents=True, exist_ok=True)
     block = make_ffn(tokens, hidden, neurons, density * neurons)
@@ -119,7 +120,7 @@ def _check_exactness(console: Console, mlp: SparseMLP, block: SyntheticFfn) -> N
     for path in ("row", "block", "auto"):
         mlp.plan = Plan(path=path, backend="cpu")
         error = reference.relative_error(mlp(block.x), exact)
-        # The row path sums one neuron after the other, which costs some roundings when many are active.
+        # The row path adds neurons one by one, which costs some roundings when many are active.
         bound = 2 * stock_error + 16 * torch.finfo(torch.float32).eps
         if not error <= bound:
             raise AssertionError(f"{path}: error {error:.1e}, over the bound {bound:.1e}")

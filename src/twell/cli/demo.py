@@ -1,9 +1,10 @@
-"""`twell demo`: a small sparse language model from its first step to its first words, on the CPU."""
+"""`twell demo`: trains a small sparse language model on the CPU, checks it, times it, generates text."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -14,9 +15,8 @@ from rich.table import Table
 from .. import reference
 from .._checks import reject
 from ..measure import Timing, compare
-from ..nn import SparseMLP
 from ..plan import Plan
-from ..report.plots import speedup_bars, training_curves
+from ..plots import figure_class, speedup_bars, training_curves
 from .train import INTERRUPTED, stopping_at_once
 
 _REPETITIONS = 9
@@ -25,7 +25,8 @@ _PROMPT = "def read_file(path):\n    "
 
 
 def run_demo(*, output: Path, overrides: list[str]) -> None:
-    """Train, plot, reload, check, time, generate; everything is written to `output`."""
+    """Train, plot, reload, check, time, generate; write everything to `output`."""
+    figure_class()  # raises before the work starts
     from ..evaluation import load_model
     from ..train.disk import write_json
     from ..train.folder import METRICS
@@ -40,12 +41,12 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
     config = run_config(with_overrides(preset("tiny"), overrides))
     if config.model.dense:
         reject(
-            "model.activation", repr(config.model.activation), "relu, relu2 or fatrelu(T): the demo is sparse"
+            "model.activation", repr(config.model.activation), "relu | relu2 | fatrelu(T): the demo is sparse"
         )
     with stopping_at_once(run, console):
         result = train(config, run, console=console)
     if not result.finished:
-        console.print(f"stopped; to go on: twell train --resume {run}", highlight=False)
+        console.print(f"Stopped. Resume with: twell train --resume {run}", highlight=False)
         raise typer.Exit(INTERRUPTED)
     logs = [line for line in read_metrics(run / METRICS) if "ce_loss" in line]
     _show_training(console, logs, result.summary)
@@ -72,7 +73,7 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
         subtitle=f"CPU, fp32, {active:.1%} of {model.config.intermediate_size} neurons active per token",
     )
 
-    console.rule("4. let it write")
+    console.rule("4. generate text")
     with torch.inference_mode():
         prompt = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False).input_ids
         written = model.generate(
@@ -90,12 +91,9 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
 
 def _new_folder(output: Path) -> Path:
-    """A folder for the run that does not exist yet: a demo may be run again, and deletes nothing."""
-    number = 1
-    while (output / f"run-{number}").exists():
-        number += 1
+    """A new folder name for the run: running the demo again deletes nothing."""
     output.mkdir(parents=True, exist_ok=True)
-    return output / f"run-{number}"
+    return next(run for number in count(1) if not (run := output / f"run-{number}").exists())
 
 
 def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
@@ -120,19 +118,17 @@ def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
 
 
 def _some_tokens(tokenizer, model) -> torch.Tensor:
-    """int64 [4, positions]: text that every machine has."""
+    """int64 [4, positions], from text that every machine has."""
     text = Path(json.__file__).read_text()
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
     length = min(model.config.max_position_embeddings, ids.numel() // 4)
     return ids[: 4 * length].view(4, length)
 
 
-def _blocks(model) -> list[SparseMLP]:
-    return [module for module in model.modules() if isinstance(module, SparseMLP)]
-
-
 def _set_plan(model, plan: Plan | None) -> None:
-    for mlp in _blocks(model):
+    from ..hf import sparse_mlps  # transformers takes seconds to import
+
+    for mlp in sparse_mlps(model):
         mlp.plan = plan
 
 
@@ -143,7 +139,7 @@ def _check(console: Console, model, tokens: torch.Tensor) -> None:
         return model(input_ids=tokens, use_cache=False).logits
 
     dense = logits(Plan(path="dense"))
-    # What the order of summation does to dense itself, in the same model.
+    # The rounding error of dense itself, for comparison.
     exact = model.double()(input_ids=tokens, use_cache=False).logits
     model.float()
     dense_error = reference.relative_error(dense, exact)
@@ -161,10 +157,12 @@ def _check(console: Console, model, tokens: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def _time(console: Console, model, tokens: torch.Tensor) -> dict[str, float]:
-    """Times faster than dense: the whole model and its feed-forward blocks alone."""
+    """case -> times faster than dense, for the whole model and for a feed-forward block."""
+    from ..hf import sparse_mlps
+
     prompt = tokens[:1, :16]
     inputs: list[torch.Tensor] = []
-    block = _blocks(model)[-1]
+    block = sparse_mlps(model)[-1]
     hook = block.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().clone()))
     model(input_ids=tokens, use_cache=False)
     hook.remove()

@@ -1,4 +1,4 @@
-"""`twell doctor`: what this machine has, and what twell can do with it."""
+"""`twell doctor`: shows what this machine has and how twell uses it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._extras import EXTRAS, how_to_install
+from .._checks import EXTRAS, how_to_install
 from .._processor import make_products_safe
 from ..activations import Activation
 from ..backends import BACKENDS, Site
@@ -24,14 +24,14 @@ from ..policy import decide, resolve
 
 
 def run_doctor() -> None:
-    """Print hardware, versions, backends (with the reason where one cannot run) and extras."""
+    """Print hardware, versions, backends (and why one cannot run), decisions and extras."""
     console = Console()
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     _print_pairs(console, "Versions", versions())
     for device in devices:
         _print_pairs(console, f"Hardware: {device}", hardware(device) | _processor(device))
     if "cuda" not in devices:
-        console.print("No CUDA device: the CPU backend runs.\n")
+        console.print("No CUDA device: twell uses the CPU backend.\n")
 
     table = Table(title="Backends", title_justify="left")
     for column in ("backend", "paths", *(f"on {device}" for device in devices)):
@@ -53,7 +53,7 @@ def run_doctor() -> None:
     except ValueError as error:
         console.print(f"[red]{error}[/]\n")
     if "cuda" in devices:
-        _print_pairs(console, "What automatic plans go by on cuda", _limits())
+        _print_pairs(console, "Limits of automatic plans on cuda", _limits())
 
     table = Table(title="Extras", title_justify="left")
     table.add_column("extra")
@@ -66,7 +66,7 @@ def run_doctor() -> None:
 
 
 def _processor(device: str) -> dict[str, str]:
-    """What is known of the CPU's 16-bit products and of its speed."""
+    """The CPU's 16-bit products and its stored measurements."""
     if device != "cpu":
         return {}
     units = {str(dtype): has_native_gemm(dtype) for dtype in (torch.bfloat16, torch.float16)}
@@ -74,12 +74,12 @@ def _processor(device: str) -> dict[str, str]:
     return {
         "16-bit products": make_products_safe().words,
         "16-bit units": native or "none: such products run in float32",
-        "measured": f"{len(kept_measurements())} numbers, kept in {measurements_file()}",
+        "measured": f"{len(kept_measurements())} numbers, stored in {measurements_file()}",
     }
 
 
 def _print_decisions(console: Console, device: str) -> None:
-    """What an automatic plan does with an inference call of a typical block, by its number of tokens."""
+    """Show how an automatic plan runs inference of a typical block, by number of tokens."""
     hidden, neurons, dtype = _EXAMPLE[device]
     title = f"Automatic plans on {device}: D {hidden}, H {neurons}, {str(dtype).removeprefix('torch.')}"
     table = Table("tokens", "path", "why", title=title, title_justify="left")
@@ -95,14 +95,14 @@ def _print_decisions(console: Console, device: str) -> None:
 
 
 def _limits() -> dict[str, str]:
-    """What automatic plans on the current GPU go by."""
+    """The limits that automatic plans use on the current GPU."""
     from ..crossover.gpu import cache_file, tuned_shapes
     from ..kernels.gpu.device import gpu_of
 
     gpu = gpu_of(torch.device("cuda"))
     built_in = "measured on an H200" if gpu.hopper else "none: dense until `twell tune` has run"
     tuned = ", ".join(tuned_shapes(gpu.name)) or "none"
-    return {"built in": built_in, "tuned shapes": tuned, "kept in": str(cache_file(gpu.name))}
+    return {"built in": built_in, "tuned shapes": tuned, "stored in": str(cache_file(gpu.name))}
 
 
 # D, H and dtype of a typical block.
@@ -110,7 +110,7 @@ _EXAMPLE = {"cpu": (1024, 4096, torch.float32), "cuda": (2048, 5632, torch.bfloa
 
 
 def _example_site(device_type: str, tokens: int = 2048) -> Site:
-    """A typical inference call, which a backend either takes or refuses."""
+    """A typical inference call, to ask backends about."""
     hidden, neurons, dtype = _EXAMPLE[device_type]
     return Site(
         device_type=device_type,

@@ -1,9 +1,10 @@
-"""`twell eval`: cross-entropy, sparsity and tasks of a model."""
+"""`twell eval`: measures cross-entropy and sparsity of a model and runs lm-eval tasks."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -33,40 +34,25 @@ def run_eval(
 
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
+    if sequence_length is not None and not text:
+        reject("--sequence-length", sequence_length, "with --text only: held-out text has the run's windows")
     find_model(model)
-    from ..evaluation import evaluate_text, evaluate_windows, load_model  # seconds, with transformers
+    from ..evaluation import evaluate_text, evaluate_windows, load_model  # takes seconds, with transformers
     from ..evaluation.tasks import evaluate_tasks
     from ..train.data.sources import documents
 
-    held_out = _held_out_of(model, verify=verify) if not text and not tasks else None
-    if held_out is None and not text and not tasks:
-        reject("text", text, "--text PATH (or python, or hf:NAME), --tasks NAME, or the folder of a run")
+    held_out = None if text or tasks else _held_out_of(model, verify=verify)
     console = Console()
     loaded, tokenizer = load_model(model, dtype=dtype)
     found: dict[str, object] = {"model": model}
     if text or held_out is not None:
-        with Progress(
-            TextColumn("evaluating"),
-            BarColumn(),
-            TextColumn("{task.completed:,.0f} tokens"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        ) as bar:
-            task = bar.add_task("", total=max_tokens)
-            shared = {"batch": batch, "progress": lambda tokens: bar.advance(task, tokens)}
+        with _progress(console, max_tokens) as advance:
+            shared = {"batch": batch, "max_tokens": max_tokens, "progress": advance}
             if held_out is not None:
                 result = evaluate_windows(loaded, held_out, **shared)
             else:
                 source = documents(DataConfig(source=tuple(text)))
-                result = evaluate_text(
-                    loaded,
-                    tokenizer,
-                    source,
-                    sequence_length=sequence_length,
-                    max_tokens=max_tokens,
-                    **shared,
-                )
+                result = evaluate_text(loaded, tokenizer, source, sequence_length=sequence_length, **shared)
         found |= dataclasses.asdict(result) | {"perplexity": result.perplexity}
         console.print(
             f"{result.tokens:,} tokens: cross-entropy {result.cross_entropy:.4f}, "
@@ -86,18 +72,27 @@ def run_eval(
         write_json(out, found)
 
 
-def _held_out_of(folder: str, *, verify: bool) -> Iterator[list[int]] | None:
-    """The windows that a run has held out; None if `folder` is no run."""
+@contextmanager
+def _progress(console: Console, total: int | None) -> Iterator[Callable[[int], None]]:
+    """A progress bar, and the function that advances it by a number of tokens."""
+    columns = ("evaluating", BarColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda tokens: bar.advance(task, tokens)
+
+
+def _held_out_of(folder: str, *, verify: bool) -> Iterator[list[int]]:
+    """The windows that a run has held out."""
     from ..train.data import prepare
     from ..train.folder import CONFIG
     from ..train.settings import read_settings, run_config
 
     path = Path(folder) / CONFIG
     if not path.is_file():
-        return None
+        reject("text", "none", "--text PATH (or python, or hf:NAME), --tasks NAME, or the folder of a run")
     dataset = prepare(run_config(read_settings(path)).data, verify=verify).held_out
     if dataset is None:
-        reject("model", f"{folder}, a run that has held no text out", "--text PATH beside it")
+        reject("model", f"{folder}, a run that has held no text out", "--text PATH with it")
     return (dataset[place]["input_ids"].tolist() for place in range(len(dataset)))
 
 
@@ -108,7 +103,6 @@ def _show_layers(console: Console, result) -> None:
         table.add_row(
             str(layer), f"{l0:.1f}", f"{neurons:,} ({l0 / neurons:.2%})", f"{l1:.3g}", f"{silent:.1%}"
         )
-    mean = sum(result.l0) / len(result.l0)
-    dead = sum(result.silent) / len(result.silent)
-    table.add_row("mean", f"{mean:.1f}", "", f"{sum(result.l1) / len(result.l1):.3g}", f"{dead:.1%}")
+    l0, l1, silent = (sum(values) / len(values) for values in (result.l0, result.l1, result.silent))
+    table.add_row("mean", f"{l0:.1f}", "", f"{l1:.3g}", f"{silent:.1%}")
     console.print(table)

@@ -1,4 +1,4 @@
-"""`twell generate`: text from a model, as it comes."""
+"""`twell generate`: streams text from a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_generate(
     from ..train.checkpoints import find_model
 
     find_model(model)
-    import torch  # these take seconds
+    import torch  # these imports take seconds
     from transformers import TextStreamer
 
     from .. import recorded_paths

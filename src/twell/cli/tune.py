@@ -1,4 +1,4 @@
-"""`twell tune`: measure the limits of automatic plans on this machine."""
+"""`twell tune`: measures the limits of automatic plans on this machine."""
 
 from __future__ import annotations
 
@@ -8,48 +8,44 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._checks import reject
-from ..crossover.cpu import PROBE_BUCKETS
 from ..crossover.gpu import cache_file
 from ..kernels.cpu.probe import measurements_file
-from ..measure.tune import SHARES, TOKENS, tune
-from ..measure.tune_cpu import DTYPES, CpuLimits, tune_cpu
+from ..measure.tune import SHARES, TOKENS, CpuLimits, tune_cpu, tune_gpu
 
 _QUICK_TOKENS = (1, 8, 64, 65, 1024, 8192)
 
 
 def run_tune(*, device: str | None, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
-    """Measure, keep and show the limits of `device`; the GPU's if there is one and none is named."""
+    """Measure, store and show the limits of `device`; None means the GPU if there is one."""
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
         reject("--device", chosen, "cpu, or cuda where torch sees a GPU")
     console = Console()
     if chosen == "cpu":
-        _tune_cpu(console, hidden, neurons, gated)
+        _tune_cpu(console, hidden, neurons, gated, quick)
     else:
         _tune_gpu(console, hidden, neurons, gated, quick)
 
 
-def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool) -> None:
+def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
     table = Table("dtype", "tokens", "down", "row path up to", "block path")
-    with Progress(console=console) as progress:
-        task = progress.add_task("measuring", total=2 * len(DTYPES) * len(PROBE_BUCKETS))
+    with console.status("measuring") as status:
 
         def report(limits: CpuLimits) -> None:
-            progress.advance(task)
+            status.update(f"measuring: {table.row_count + 1} limits found")
             block = {None: "-", True: "pays", False: "does not pay"}[limits.block]
             name = str(limits.dtype).removeprefix("torch.")
             down = "by neuron" if limits.neuron_major else "as stock"
             table.add_row(name, f"{limits.tokens}+", down, f"{limits.row:.1%} active", block)
 
-        found = tune_cpu(hidden, neurons, gated=gated, report=report)
-        progress.update(task, completed=progress.tasks[task].total)
+        found = tune_cpu(hidden, neurons, gated=gated, quick=quick, report=report)
     if not found:
-        console.print(f"Blocks of D {hidden}, H {neurons} are too small to gain here: they run dense.")
+        console.print(f"Blocks of D {hidden}, H {neurons} run dense: they are too small to gain here.")
         return
     console.print(table)
     path = measurements_file()
-    place = f"kept in {path}" if path is not None and path.is_file() else "not kept: no folder to write to"
-    console.print(f"{torch.get_num_threads()} threads; {place}")
+    place = f"stored in {path}" if path is not None and path.is_file() else "not stored: no writable folder"
+    console.print(f"Threads: {torch.get_num_threads()}. Limits {place}.")
 
 
 def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
@@ -64,7 +60,7 @@ def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: b
             table.add_row(str(count), f"{limit:.0%}", *cells)
 
         repetitions = 5 if quick else 15
-        tune(hidden, neurons, gated=gated, tokens=tokens, repetitions=repetitions, report=report)
+        tune_gpu(hidden, neurons, gated=gated, tokens=tokens, repetitions=repetitions, report=report)
     console.print(table)
     name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
-    console.print(f"Speed-up over dense on {name}; limits kept in {cache_file(name)}")
+    console.print(f"Speed-up over dense on {name}; limits stored in {cache_file(name)}.")

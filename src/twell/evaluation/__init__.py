@@ -1,6 +1,35 @@
-"""How good and how sparse a language model is."""
+"""How good and how sparse a language model is: on text (`text`), on lm-eval's tasks (`tasks`)."""
 
-from .load import load_model
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import hf as _hf  # noqa: F401 - registers the sparse models; explains itself without transformers
+from .._checks import reject
+from ..train.checkpoints import find_model
 from .text import TextResult, evaluate_text, evaluate_windows
 
 __all__ = ["TextResult", "evaluate_text", "evaluate_windows", "load_model"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer) from a model's folder, a run's folder or the Hub.
+
+    dtype:   "auto" is the checkpoint's dtype on a GPU and float32 on a CPU.
+    device:  None picks a GPU if there is one.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one bar per tensor
+    source = find_model(path)
+    if dtype != "auto" and dtype not in DTYPES:
+        reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = DTYPES.get(dtype, torch.float32 if place == "cpu" else "auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
+    return model, AutoTokenizer.from_pretrained(source)

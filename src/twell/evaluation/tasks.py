@@ -1,12 +1,11 @@
-"""EleutherAI's lm-eval harness on a loaded model."""
+"""Runs EleutherAI's lm-eval harness on a loaded model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from .._checks import reject
-from .._extras import missing_extra
+from .._checks import missing_extra, reject
 
 PAPER_TASKS = (
     "arc_easy",
@@ -30,9 +29,9 @@ def evaluate_tasks(
 ) -> dict[str, float]:
     """task -> accuracy, through lm-eval; "paper" stands for the paper's seven tasks.
 
-    include:  a folder of task definitions of your own.
-    limit:    examples per task; None: all.
-    Datasets of public tasks come from the network.
+    include:  a folder of your own task definitions.
+    limit:    examples per task; None runs all.
+    Public tasks download their datasets.
     """
     try:
         from lm_eval import simple_evaluate

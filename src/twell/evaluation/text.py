@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -19,8 +20,12 @@ from ..train.data.tokenizer import Encoder
 
 @dataclass(frozen=True, kw_only=True)
 class TextResult:
-    """cross_entropy: nats per token, over `predicted` tokens. Per layer of a sparse model: active neurons per
-    token, sum of |hidden| per token, and the share of neurons that never fired on this text."""
+    """What was measured on a text.
+
+    cross_entropy:  nats per token, over `predicted` tokens.
+    l0, l1, silent, neurons:  per layer of a sparse model: active neurons per token, sum of |hidden| per
+                    token, the share of neurons that never fired on this text, and H.
+    """
 
     tokens: int
     predicted: int
@@ -46,18 +51,20 @@ def evaluate_text(
     max_tokens: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TextResult:
-    """Documents one after the other, EOS between them, in windows of `sequence_length` tokens; the last may
-    be shorter. Every token but the first of a window is predicted from those before it in the window. The
-    model runs in eval mode and is left in the mode it was in.
+    """Evaluate a model on documents, joined by EOS and cut into windows of `sequence_length` tokens.
 
-    sequence_length:  None: the model's positions, at most 1,024.
+    Every token but the first of a window is predicted from the tokens before it in the window; the last
+    window may be shorter. The model runs in eval mode and returns to its own mode.
+
+    sequence_length:  None uses the model's positions, at most 1,024.
+    max_tokens:       stops after this many tokens.
     progress:         called with the number of tokens after every batch.
     """
     length = _window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
-    windows = _windows(_tokens(tokenizer, documents, max_tokens), length)
-    return evaluate_windows(model, windows, batch=batch, progress=progress)
+    windows = _windows(_tokens(tokenizer, documents), length)
+    return evaluate_windows(model, windows, batch=batch, max_tokens=max_tokens, progress=progress)
 
 
 @torch.no_grad()
@@ -66,10 +73,14 @@ def evaluate_windows(
     windows: Iterable[list[int]],
     *,
     batch: int = 8,
+    max_tokens: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TextResult:
-    """As `evaluate_text`, on token ids that are cut into windows already."""
+    """As `evaluate_text`, on windows of token ids."""
     require_positive_int("batch", batch)
+    if max_tokens is not None:
+        require_positive_int("max_tokens", max_tokens)
+        windows = _first_tokens(windows, max_tokens)
     sums = _Sums(sparse_mlps(model), next(model.parameters()).device)
     with _eval_mode(model):
         for tokens in _batches(windows, batch):
@@ -83,7 +94,7 @@ def evaluate_windows(
 
 
 def check_ids(ids: Tensor, model: torch.nn.Module) -> None:
-    """A tokenizer of another model may give ids that this one has no embedding for."""
+    """Refuse ids without an embedding: the tokenizer may belong to another model."""
     vocabulary = model.get_input_embeddings().num_embeddings
     if ids.max() >= vocabulary:
         reject("tokenizer", f"token {ids.max()}", f"ids below {vocabulary}, the vocabulary of the model")
@@ -99,7 +110,7 @@ def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
 
 @contextmanager
 def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Without dropout, whatever mode the model is in; it is back in that afterwards."""
+    """Turn dropout off, then restore the mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -144,35 +155,32 @@ def _add(model: torch.nn.Module, windows: Tensor, sums: _Sums) -> None:
             counts += firing.to(counts.device)
 
 
-def _tokens(tokenizer, documents: Iterable[str], max_tokens: int | None) -> Iterable[int]:
-    left = math.inf if max_tokens is None else max_tokens
+def _tokens(tokenizer, documents: Iterable[str]) -> Iterator[int]:
     # As training encodes it: text that spells a special token is text.
     encoder = Encoder(tokenizer) if tokenizer.is_fast and tokenizer.eos_token_id is not None else None
     for text in documents:
         if encoder is not None:
-            ids = encoder.encode([text])[0].tolist()
+            yield from encoder.encode([text])[0].tolist()
         else:
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        for token in ids:
-            if left <= 0:
-                return
-            left -= 1
-            yield token
+            yield from tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-def _windows(tokens: Iterable[int], length: int) -> Iterable[list[int]]:
-    window: list[int] = []
-    for token in tokens:
-        window.append(token)
-        if len(window) == length:
-            yield window
-            window = []
-    if len(window) > 1:
+def _windows(tokens: Iterator[int], length: int) -> Iterator[list[int]]:
+    while len(window := list(islice(tokens, length))) > 1:
         yield window
 
 
-def _batches(windows: Iterable[list[int]], batch: int) -> Iterable[Tensor]:
-    """int64 [B, S]; windows of another length come alone."""
+def _first_tokens(windows: Iterable[list[int]], count: int) -> Iterator[list[int]]:
+    """`windows` up to `count` tokens. The last one is cut, or left out if one token would remain of it."""
+    for window in windows:
+        yield window[:count]
+        count -= len(window)
+        if count < 2:
+            return
+
+
+def _batches(windows: Iterable[list[int]], batch: int) -> Iterator[Tensor]:
+    """int64 [B, S]; a window of another length starts a new batch."""
     held: list[list[int]] = []
     for window in windows:
         if held and (len(held) == batch or len(window) != len(held[0])):

@@ -1,4 +1,4 @@
-"""Reads checkpoints whose feed-forward weights are spelled in any of the released ways.
+"""Reads checkpoints with any released spelling of the feed-forward weights.
 
 | spelling     | gate               | up                                  | down               |
 |--------------|--------------------|-------------------------------------|--------------------|
@@ -6,7 +6,7 @@
 | `*_weight`   | gate_weight [D, H] | up_weight [H, D]; non-gated [D, H]  | down_weight [H, D] |
 | upper case   | GATE [H, D]        | UP [H, D]                           | DOWN [H, D]        |
 
-Where H == D the shapes cannot tell a matrix from its transpose; the spelling decides, as everywhere.
+The spelling decides what is transposed; where H == D the shapes could not tell.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from transformers.utils import cached_file
 from .._checks import reject
 from .config import SparsityConfig
 
-# Training state that released checkpoints carry along.
+# Training state inside released checkpoints.
 IGNORED_KEYS = [r"(^|\.)tracker\.", r"(^|\.)metrics_accumulator\."]
 
 _IGNORED = re.compile("|".join(IGNORED_KEYS))
 _MLP_KEY = re.compile(r"(?P<block>(?:.*\.)?layers\.(?P<layer>\d+)\.mlp\.)(?P<name>.+)")
-# Where a checkpoint's files are found.
+# Options that locate a checkpoint's files.
 HUB_OPTIONS = (
     "cache_dir",
     "force_download",
@@ -43,19 +43,19 @@ HUB_OPTIONS = (
     "subfolder",
     "token",
 )
-# Options that a config takes for itself, but that the model must be given as well.
+# Options that a config consumes but the model needs as well.
 _SHARED_OPTIONS = ("dtype", "torch_dtype", "attn_implementation")
 
 
-class Gpu(NamedTuple):
-    """Where a checkpoint's tensor goes: its stock key, and whether it must be transposed."""
+class Target(NamedTuple):
+    """The stock key of a checkpoint's tensor, and whether to transpose the tensor."""
 
     key: str
     transposed: bool = False
 
 
 def convert_state_dict(state_dict: Mapping[str, Tensor], config: SparsityConfig) -> dict[str, Tensor]:
-    """A state dict in any spelling, in stock keys and shapes; transposed weights are views.
+    """Convert a state dict in any spelling to stock keys and shapes; transposed weights are views.
 
     Raises ValueError if feed-forward weights are missing, unknown or do not fit the config.
     """
@@ -66,11 +66,11 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], config: SparsityConfig)
     }
 
 
-def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig) -> dict[str, Gpu]:
-    """Where every tensor of a checkpoint goes, by key; those that are to be ignored are left out."""
+def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig) -> dict[str, Target]:
+    """checkpoint key -> target, without ignored keys."""
     sizes = config.neurons_per_layer()
     spellings = _spellings(config.sparsity_gated_mlp, getattr(config, "mlp_bias", False))
-    targets: dict[str, Gpu] = {}
+    targets: dict[str, Target] = {}
     found: dict[int, dict[str, str]] = {layer: {} for layer in range(len(sizes))}
     for key, shape in shapes.items():
         if _IGNORED.search(key):
@@ -78,7 +78,7 @@ def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig)
         match = _MLP_KEY.fullmatch(key)
         layer = int(match["layer"]) if match else -1
         if layer not in found:
-            targets[key] = Gpu(key)
+            targets[key] = Target(key)
             continue
         if match["name"] not in spellings:
             reject("checkpoint", f"the unknown key {key!r}", _accepted(spellings, config))
@@ -90,7 +90,7 @@ def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig)
         wanted = wanted[::-1] if transposed else wanted
         if tuple(shape) != wanted:
             reject("checkpoint", f"{key!r} of shape {tuple(shape)}", f"{wanted}, by the config")
-        targets[key] = Gpu(match["block"] + name, transposed)
+        targets[key] = Target(match["block"] + name, transposed)
     needed = {name for name, _ in spellings.values()}
     for layer, names in found.items():
         if missing := sorted(needed - names.keys()):
@@ -99,7 +99,7 @@ def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig)
 
 
 def _spellings(gated: bool, biased: bool) -> dict[str, tuple[str, bool]]:
-    """Known names below `mlp.`: the stock name, and whether the tensor is its transpose."""
+    """Name below `mlp.` -> stock name, and whether the tensor is its transpose."""
     names = {
         "up_proj.weight": ("up_proj.weight", False),
         "up_weight": ("up_proj.weight", not gated),
@@ -131,10 +131,9 @@ def _accepted(spellings: Mapping[str, Any], config: SparsityConfig) -> str:
 def load_pretrained(
     model_class: type, load_stock: Callable[..., Any], name_or_path: Any, *model_args: Any, **kwargs: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """`from_pretrained` for every spelling; the model and transformers' loading info.
+    """`from_pretrained` for every spelling: the model and transformers' loading info.
 
-    model_class:  of the model, with its `config_class`.
-    load_stock:   transformers' own `from_pretrained`.
+    load_stock:  transformers' own `from_pretrained`.
     """
     state_dict = kwargs.get("state_dict")
     if isinstance(state_dict, dict) and isinstance(kwargs.get("config"), SparsityConfig):
@@ -185,7 +184,7 @@ def _load_converted(
 def _config_of(
     config_class: type[PreTrainedConfig], name_or_path: Any, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """The config as transformers would find it, and the options that are left for the model."""
+    """The config as transformers would find it, and the remaining options for the model."""
     options = dict(kwargs)
     config = options.pop("config", None)
     if isinstance(config, PreTrainedConfig):
@@ -199,7 +198,7 @@ def _config_of(
 
 
 def _safetensors_files(name_or_path: Any, kwargs: Mapping[str, Any]) -> list[Path]:
-    """The weight files of a checkpoint; none if it holds other kinds, which are transformers' business."""
+    """The safetensors files of a checkpoint; none if transformers should load another kind of file."""
     if name_or_path is None or kwargs.get("gguf_file") or kwargs.get("quantization_config"):
         return []
     if kwargs.get("use_safetensors") is False:
@@ -228,7 +227,7 @@ def _file(name_or_path: Any, name: str, options: Mapping[str, Any]) -> Path | No
 
 
 def _shapes_in(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Read from the files' headers."""
+    """Shapes from the files' headers, by key."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:

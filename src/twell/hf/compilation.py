@@ -1,4 +1,4 @@
-"""Compiled training of checkpointed models whose blocks decide at every step."""
+"""Compiles checkpointed models so that their blocks still decide at every training step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .layers import sparse_mlps
 
 
 def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
-    """Compile every checkpointed decoder layer by itself, inside its checkpoint.
+    """Compile each checkpointed decoder layer inside its checkpoint.
 
     Call it after `gradient_checkpointing_enable({"use_reentrant": False})`; options go to `torch.compile`.
 
-    A compiler that meets a checkpoint compiles it whole, and so leaves nothing to decide inside of it: blocks
-    train dense there. Compiled the other way round, blocks stay between the graphs of their layer, and an
-    automatic plan decides at every step. `torch.compile(model)` may still compile what is around the layers.
-    Layers that run without a checkpoint, as in evaluations, are left as they are.
+    A compiler that meets a checkpoint compiles it whole: blocks inside cannot decide and train dense.
+    Compiled inside the checkpoint, a layer keeps its block between its graphs, and an automatic plan decides
+    at every step. `torch.compile(model)` may still compile the code around the layers. Layers that run
+    without a checkpoint, as in evaluation, stay as they are.
     """
     layers = [
         module

@@ -15,25 +15,25 @@ from ..activations import Activation
 
 _log = logging.getLogger("twell")
 
-# What stock classes call each activation; they have no fatrelu, the nearest they have is relu.
+# Stock names of the activations. Stock classes have no fatrelu; relu is the nearest.
 _STOCK_ACTIVATION = {"relu": "relu", "relu2": "relu2", "fatrelu": "relu"}
-# Stock activations with exact zeros, by all the names that configs have for them.
+# Stock activations with exact zeros, under every name that configs use.
 EXACT_ZEROS = {"relu": "relu", "relu2": "relu2", "relu_squared": "relu2"}
 
 
 @dataclass(repr=False, eq=False, kw_only=True)
 class SparsityConfig:
-    """What a sparse config has beyond the stock one.
+    """The fields that a sparse config adds to the stock one.
 
-    sparsity_l1_coeff:     weight of the L1 term of the training loss; the model's `l1_weight` starts with it.
+    sparsity_l1_coeff:     weight of the L1 term of the training loss; initial `l1_weight` of the model.
     sparsity_gated_mlp:    act(gate) * up if True, act(up) if False.
     sparsity_activation:   "relu", "relu2" or "fatrelu(THRESHOLD)".
     sparsity_layer_sizes:  neurons of every layer; None: intermediate_size in each.
-    sparsity_new_intermediate_size:  of released configs: if above 0, it replaces intermediate_size.
+    sparsity_new_intermediate_size:  found in released configs; replaces intermediate_size if above 0.
 
     Other `sparsity_*` fields of released configs are kept and not used. `hidden_act` is always the stock name
-    of `sparsity_activation`: released configs say "silu" there and mean ReLU. Read from the config of a stock
-    model, `sparsity_activation` is that model's own if it has exact zeros.
+    of `sparsity_activation`: released configs say "silu" there and mean ReLU. A stock model's config keeps
+    its own activation if that has exact zeros.
     """
 
     hidden_act: str = "relu"
@@ -43,7 +43,7 @@ class SparsityConfig:
     sparsity_layer_sizes: list[int] | None = None
     sparsity_new_intermediate_size: int | None = None
 
-    # The Trainer hands everything else that a model returns to its metrics.
+    # The Trainer passes every other output of a model to its metrics.
     keys_to_ignore_at_inference: ClassVar[list[str]] = [
         "past_key_values",
         "ce_loss",
@@ -72,16 +72,12 @@ class SparsityConfig:
             )
             self.hidden_act = stock_name
         self.neurons_per_layer()
-        # The stock class runs its own checks from its `__init__`, which a subclass replaces.
+        # The stock class validates in its `__init__`, which a subclass replaces.
         self.validate()
-
-        from .registration import register_models
-
-        register_models()
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As transformers'; `sparsity_*` among kwargs are checked as those of the constructor are."""
+        """As transformers'; checks `sparsity_*` in kwargs as the constructor does."""
         names = [name for name in kwargs if name.startswith("sparsity_") or name == "hidden_act"]
         own = {name: kwargs.pop(name) for name in names}
         fields = config_dict | own
@@ -118,11 +114,11 @@ class SparsityConfig:
 
 
 def _activation_of_stock(hidden_act: str) -> str:
-    """The activation of a stock model whose config a sparse class reads."""
+    """The activation to use for a stock model's `hidden_act`."""
     if hidden_act not in EXACT_ZEROS:
         log_once(
-            f"a stock model with hidden_act {hidden_act!r} is read as a sparse one with 'relu': it computes "
-            "something else until it is trained on; twell.hf.relufy is the way to ask for that"
+            f"a stock model with hidden_act {hidden_act!r} is loaded with 'relu': its output changes until "
+            "it is trained further; use twell.hf.relufy to convert on purpose"
         )
     return EXACT_ZEROS.get(hidden_act, "relu")
 

@@ -1,4 +1,4 @@
-"""From a dense stock model to a sparse one, and back."""
+"""Converts dense stock models to sparse ones and back."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
 _SPARSE_CLASS = {LlamaConfig: SparseLlamaForCausalLM, Qwen2Config: SparseQwen2ForCausalLM}
 _STOCK_CLASS = {SparseLlamaForCausalLM: LlamaForCausalLM, SparseQwen2ForCausalLM: Qwen2ForCausalLM}
 _OWN_TO_A_CLASS = ("model_type", "architectures", "auto_map", "transformers_version", "hidden_act")
-# Where else a config may come from than the Hub's own files; a model's class takes no code_revision.
+# Options that find a config outside the Hub's own files. A model class takes no code_revision.
 _CODE_OPTIONS = ("trust_remote_code", "code_revision", "gguf_file")
 _CONFIG_OPTIONS = ("config", "trust_remote_code", "code_revision")
 
@@ -39,16 +39,15 @@ def relufy(
     l1_coeff: float = 0.0,
     **kwargs: Any,
 ) -> SparseModel:
-    """A dense Llama or Qwen2 language model as a sparse one with the same weights.
+    """Convert a dense Llama or Qwen2 language model to a sparse one with the same weights.
 
-    Only the activation changes. A model that already has exact zeros keeps its activation and its output;
-    any other computes something else and has to be trained on.
+    Only the activation changes. A model that already has exact zeros keeps its activation and its output; any
+    other model changes its output and needs further training.
 
-    model_or_path:  a stock model, which is left as it is (its weights are copied), or the path or hub name of
-                    one; kwargs are then those of `from_pretrained`, and find the config as well.
-    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`. None keeps the model's own
-                    if that is ReLU or squared ReLU, else takes ReLU. One that replaces another activation
-                    with exact zeros is logged.
+    model_or_path:  a stock model (its weights are copied, it stays as it is), or a path or Hub name; kwargs
+                    then go to `from_pretrained`, for the config too.
+    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`. None keeps ReLU or squared
+                    ReLU and replaces everything else by ReLU. Replacing one with exact zeros is logged.
     l1_coeff:       weight of the L1 term of the loss.
     """
     if isinstance(model_or_path, PreTrainedModel):
@@ -84,23 +83,23 @@ def _config_at(path: str | os.PathLike[str], options: Mapping[str, Any]) -> PreT
 
 
 def _chosen_activation(stock_name: str, asked: str | Activation | None) -> Activation:
-    """The activation of a model to be made sparse. stock_name: its `hidden_act`."""
+    """The sparse model's activation. stock_name: `hidden_act` of the dense model."""
     own = EXACT_ZEROS.get(stock_name)
     if asked is None:
         return Activation.parse(own or "relu")
     chosen = Activation.parse(asked)
     if own is not None and chosen != Activation.parse(own):
         log_once(
-            f"relufy replaces the activation {own!r} by {chosen.spec!r}, as asked: the model computes "
-            "something else until it is trained on; activation=None keeps its own"
+            f"relufy replaces the activation {own!r} by {chosen.spec!r}, as asked: the output changes "
+            "until it is trained further; activation=None keeps its own"
         )
     return chosen
 
 
 def to_stock(model: SparseModel) -> LlamaForCausalLM | Qwen2ForCausalLM:
-    """The sparse model as transformers' own class with a copy of its weights; same output.
+    """Convert a sparse model to transformers' own class, with copied weights and the same output.
 
-    Stock classes have gated blocks of one size with ReLU or squared ReLU; for others a ValueError says why.
+    Stock classes support gated blocks of one size with ReLU or squared ReLU; other models raise ValueError.
     """
     if type(model) not in _STOCK_CLASS:
         reject("model", f"a {type(model).__name__}", _names(_STOCK_CLASS))
@@ -108,11 +107,11 @@ def to_stock(model: SparseModel) -> LlamaForCausalLM | Qwen2ForCausalLM:
     sizes = sorted(set(config.neurons_per_layer()))
     activation = Activation.parse(config.sparsity_activation)
     if not config.sparsity_gated_mlp:
-        reject("model", "non-gated blocks", "gated blocks, the only ones that stock classes have")
+        reject("model", "non-gated blocks", "gated blocks; stock classes have no others")
     if len(sizes) > 1:
-        reject("model", f"layers of {sizes} neurons", "one size: stock classes have intermediate_size alone")
+        reject("model", f"layers of {sizes} neurons", "one size: stock classes have one intermediate_size")
     if activation.name == "fatrelu":
-        reject("model", f"activation {activation.spec}", "'relu' | 'relu2': stock classes know no fatrelu")
+        reject("model", f"activation {activation.spec}", "'relu' | 'relu2': stock classes have no fatrelu")
     stock_class = _STOCK_CLASS[type(model)]
     stock_config = _converted_config(
         config, stock_class.config_class, hidden_act=config.hidden_act, intermediate_size=sizes[0]

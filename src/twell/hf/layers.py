@@ -1,4 +1,4 @@
-"""The feed-forward blocks of a transformers model: ours in the stock ones' places, their weights' layout."""
+"""Puts our feed-forward blocks into a transformers model, finds them and lays out their weights."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ def sparse_mlps(model: nn.Module) -> list[SparseMLP]:
 
 
 def set_neuron_major(model: nn.Module, neuron_major: bool) -> None:
-    """Lay out the `down_proj` weights of all layers: neuron by neuron (True, as the models come), which
-    sparse execution reads fastest, or contiguous as stock (False), which FSDP2 needs."""
+    """Set the layout of every `down_proj` weight.
+
+    True (the default of the models) stores it neuron by neuron, which sparse execution reads fastest; False
+    stores it contiguously as stock, which FSDP2 needs.
+    """
     for mlp in sparse_mlps(model):
         mlp.neuron_major = neuron_major
         restore_layout(mlp)
 
 
 def restore_layout(mlp: SparseMLP) -> None:
-    """Give `down_proj.weight` the layout that the block asks for; loading may have replaced it."""
+    """Give `down_proj.weight` the layout that the block wants; loading may have replaced it."""
     weight = getattr(mlp.down_proj, "weight", None)
     if type(mlp.down_proj) is not nn.Linear or type(weight) is not nn.Parameter:
-        return  # quantised, wrapped or sharded: whoever did that owns the layout
-    # Through .data: optimisers and tied modules keep holding the same Parameter.
+        return  # quantised, wrapped or sharded: not ours to lay out
+    # Through .data: optimisers and tied modules keep the same Parameter.
     if not mlp.neuron_major:
         weight.data = weight.data.contiguous()
     elif not weight.mT.is_contiguous():
@@ -34,7 +37,7 @@ def restore_layout(mlp: SparseMLP) -> None:
 
 
 def install_sparse_mlps(layers: nn.ModuleList, config: SparsityConfig) -> None:
-    """Replace the stock block of every decoder layer, not yet initialised, by a `SparseMLP` of its size."""
+    """Replace the stock block of every decoder layer by a `SparseMLP`, before weights are drawn."""
     for layer, neurons in zip(layers, config.neurons_per_layer(), strict=True):
         layer.mlp = _sparse_twin(layer.mlp, neurons, config)
 
@@ -48,7 +51,7 @@ def _sparse_twin(stock: nn.Module, neurons: int, config: SparsityConfig) -> Spar
         gated=config.sparsity_gated_mlp,
         activation=config.sparsity_activation,
         bias=down.bias is not None,
-        neuron_major=False,  # laid out once the weights are drawn, so that they are those of the stock class
+        neuron_major=False,  # laid out after the weights are drawn, so that they equal the stock class's
         device="meta" if same_shape else down.weight.device,
         dtype=down.weight.dtype,
     )

@@ -1,12 +1,13 @@
 """Sparse Llama and Qwen2: transformers' classes with `SparseMLP` blocks and the L1 term in the loss.
 
-Attention, caches, generation, checkpointing and all else is transformers' own code.
+Attention, caches, generation, checkpointing and everything else is transformers' own code.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from transformers import (
     Qwen2Model,
     Qwen2PreTrainedModel,
 )
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from .._checks import reject
@@ -29,15 +31,36 @@ from ..nn import SparseMLP
 from .checkpoints import IGNORED_KEYS, load_pretrained
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .layers import install_sparse_mlps, restore_layout, set_neuron_major, sparse_mlps
-from .outputs import SparseCausalLMOutput
 
 _NOT_A_LABEL = -100
-# Masks of training that are searched for padding. Padded batches show it in the first one or two.
+# Training searches this many masks for padding. Padded batches show it in the first one or two.
 _FIRST_MASKS = 4
 
 
+@dataclass
+class SparseCausalLMOutput(CausalLMOutputWithPast):
+    """transformers' output, and the sparsity of the call where it was recorded (else None).
+
+    loss:     []                 ce_loss + l1_weight * l1_loss in training mode, ce_loss in eval mode; with
+                                 `labels` only.
+    ce_loss:  []                 the stock loss; with `labels` only.
+    l1:       [layers]           mean over tokens of sum |hidden|; differentiable.
+    l1_loss:  []                 mean of l1 over layers.
+    l0:       [layers]           active neurons per token.
+    firing:   int64 [H], a tuple over layers: for how many tokens each neuron was active.
+
+    l1, l0 and firing count padding tokens like any others.
+    """
+
+    ce_loss: Tensor | None = None
+    l1_loss: Tensor | None = None
+    l1: Tensor | None = None
+    l0: Tensor | None = None
+    firing: tuple[Tensor, ...] | None = None
+
+
 class _SparsePreTrained:
-    """What backbone and language model share: loading."""
+    """Loading, which backbone and language model share."""
 
     _keys_to_ignore_on_load_unexpected = IGNORED_KEYS
 
@@ -45,7 +68,7 @@ class _SparsePreTrained:
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *model_args: Any, **kwargs: Any
     ) -> Self:
-        """transformers' `from_pretrained`, which also reads the spellings of released checkpoints.
+        """transformers' `from_pretrained`; also reads the spellings of released checkpoints.
 
         Raises ValueError where feed-forward weights are missing, unknown or do not fit the config.
         """
@@ -60,7 +83,7 @@ class _SparsePreTrained:
 
 class _SparseBackbone(_SparsePreTrained):
     def post_init(self) -> None:
-        # Before weights are drawn, so that the stock initialisation draws those of the sparse blocks.
+        # Before weights are drawn: the stock initialisation then draws the sparse blocks' weights too.
         install_sparse_mlps(self.layers, self.config)
         super().post_init()
         set_neuron_major(self, True)
@@ -71,7 +94,7 @@ class _SparseCausalLM(_SparsePreTrained):
     pre_trained: type[nn.Module]
 
     def __init__(self, config: SparseLlamaConfig | SparseQwen2Config) -> None:
-        # Past the stock class, which would build the stock backbone.
+        # Skips the stock class, which would build the stock backbone.
         self.pre_trained.__init__(self, config)
         self.model = self.backbone(config)
         self.vocab_size = config.vocab_size
@@ -83,7 +106,7 @@ class _SparseCausalLM(_SparsePreTrained):
 
     @property
     def l1_weight(self) -> float:
-        """Weight of the L1 term; may change every step, compiled code does not recompile."""
+        """Weight of the L1 term. It may change every step: compiled code does not recompile."""
         return self._l1_weight.item()
 
     @l1_weight.setter
@@ -93,8 +116,8 @@ class _SparseCausalLM(_SparsePreTrained):
         if "_l1_weight" in self.__dict__:
             self._l1_weight.fill_(weight)  # in place: wrappers may run a shallow copy of the model
         else:
-            # A tensor, since a compiler takes a float for a constant; float64 keeps the value as given.
-            with torch.inference_mode(False):  # else it could not be changed outside of that mode
+            # A tensor: a compiler treats a float as a constant. float64 keeps the value as given.
+            with torch.inference_mode(False):  # an inference tensor could not be changed later
                 self._l1_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
 
     @can_return_tuple
@@ -112,26 +135,26 @@ class _SparseCausalLM(_SparsePreTrained):
         record_sparsity: bool = False,
         **kwargs: Any,
     ) -> SparseCausalLMOutput:
-        """transformers' forward; the training loss has the L1 term, the output the sparsity of every layer.
+        """transformers' forward, with the L1 term in the training loss and the sparsity of every layer.
 
-        labels [batch, tokens]:  with them loss = cross-entropy + l1_weight * L1 in training mode, and the
-                                 cross-entropy alone in eval mode; `ce_loss` and `l1_loss` are there in both.
-        attention_mask:          for the attention alone. L1, L0 and firing count padding tokens like others,
-                                 since a block never sees the mask; the first steps of training look and warn.
-        num_items_in_batch:      label tokens of all micro-batches of a step: both terms are then this
+        labels [batch, tokens]:  give loss = cross-entropy + l1_weight * L1 in training mode and the
+                                 cross-entropy alone in eval mode; both modes return `ce_loss` and `l1_loss`.
+        attention_mask:          reaches the attention only. Blocks never see it, so L1, L0 and firing count
+                                 padding tokens; the first training steps check for padding and warn.
+        num_items_in_batch:      label tokens of all micro-batches of a step. Both terms are then this
                                  micro-batch's share, so that the micro-batches' losses add up to the mean.
-        record_sparsity:         record statistics in eval mode without labels as well. In training mode and
-                                 with labels they always are, in generation they are not.
+        record_sparsity:         record statistics in eval mode without labels too. Training mode and labels
+                                 always record, generation does not.
         """
         if self.training and labels is not None:
             self._warn_of_padding(attention_mask)
         if use_cache is None and self.training and labels is not None:
-            use_cache = False  # nobody reads it, and compiled layers would be guarded on it one by one
+            use_cache = False  # nobody reads it, and each compiled layer would be guarded on it
         record = self.training or labels is not None or record_sparsity
-        # Looking at every block takes as long as one token takes a layer: generation does not.
+        # Generation skips this: visiting every block takes as long as a layer takes for one token.
         mlps = self._mlps() if record or self._recording else []
         for mlp in mlps:
-            # Stays on until the next call: a checkpointed backward runs the block again, as it ran before.
+            # Stays on until the next call: a checkpointed backward runs the block once more, the same way.
             if mlp.record != record:
                 mlp.record = record
         self._recording = record
@@ -180,7 +203,7 @@ class _SparseCausalLM(_SparsePreTrained):
         return [layer.mlp for layer in islice(self.model.layers, self.config.num_hidden_layers)]
 
     def _warn_of_padding(self, attention_mask: Any) -> None:
-        """Look for padding in the first masks that can be read; reading one on a GPU waits for it."""
+        """Search the first readable masks for padding. Few, since reading one on a GPU waits for it."""
         if torch.compiler.is_compiling() or not self._masks_to_look_at or not _is_readable(attention_mask):
             return
         self._masks_to_look_at -= 1
@@ -188,7 +211,7 @@ class _SparseCausalLM(_SparsePreTrained):
             self._masks_to_look_at = 0
             log_once(
                 "training on padding: the attention mask has zeros, but the L1 term and the statistics (l1, "
-                "l0, firing) count padding tokens like others; pack sequences, or group those of one length"
+                "l0, firing) count padding tokens like others; pack sequences, or group them by length"
             )
 
     def _check_l1_gradient(self, mlps: list[SparseMLP], stats: list[FfnStats]) -> None:
@@ -207,7 +230,7 @@ class _SparseCausalLM(_SparsePreTrained):
 
 
 def _is_readable(mask: Any) -> bool:
-    """Whether `mask` is a padding mask [batch, tokens] whose values the host may ask for now."""
+    """Whether `mask` is a padding mask [batch, tokens] that the host may read now."""
     return (
         type(mask) is Tensor
         and mask.dim() == 2
@@ -220,7 +243,7 @@ def _is_readable(mask: Any) -> bool:
 
 
 def _take_stats(mlps: list[SparseMLP]) -> list[FfnStats]:
-    """The statistics of a forward; the blocks let go of them and of the graph behind them."""
+    """The statistics of a forward. The blocks release them and the graph behind them."""
     stats = [mlp.last_stats for mlp in mlps]
     for mlp in mlps:
         mlp.last_stats = None
@@ -228,7 +251,7 @@ def _take_stats(mlps: list[SparseMLP]) -> list[FfnStats]:
 
 
 def _share_of(shifted_labels: Tensor, num_items: Tensor | int, loss_options: dict[str, Any]) -> Tensor:
-    """Which part of a step's label tokens is here; as the stock loss counts them."""
+    """This micro-batch's share of a step's label tokens, counted as the stock loss does."""
     here = (shifted_labels != loss_options.get("ignore_index", _NOT_A_LABEL)).sum().to(torch.float32)
     return here / (num_items.to(here.device) if isinstance(num_items, Tensor) else num_items)
 

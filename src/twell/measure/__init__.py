@@ -7,15 +7,17 @@ peak_bytes(sparse, "cuda"), saved_bytes(sparse, exclude=weights)     memory of a
 record = make_record("ffn/decode/sparse", times["sparse"], unit="s", device="cuda", seed=0,
                      baseline="dense", baseline_timing=times["dense"], shape={"M": 1, "D": 2048})
 write_records("results.jsonl", [record], append=True)                JSON Lines, all or nothing
+read_records("training_runs.jsonl", RunRecord)                       the same for whole training runs
 """
 
 from .environment import commit, hardware, versions
 from .memory import peak_bytes, saved_bytes
-from .records import Record, make_record, read_records, write_records
-from .timing import Timing, compare, speedup, time_calls
+from .records import Record, RunRecord, make_record, read_records, write_records
+from .timing import Timing, compare, speedup
 
 __all__ = [
     "Record",
+    "RunRecord",
     "Timing",
     "commit",
     "compare",
@@ -25,7 +27,6 @@ __all__ = [
     "read_records",
     "saved_bytes",
     "speedup",
-    "time_calls",
     "versions",
     "write_records",
 ]

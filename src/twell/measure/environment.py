@@ -1,4 +1,4 @@
-"""Where a figure was measured: the machine, the versions and the commit."""
+"""Describes where a figure was measured: the device, the machine, the versions and the commit."""
 
 from __future__ import annotations
 
@@ -11,15 +11,30 @@ from pathlib import Path
 
 import torch
 
+from .._checks import reject
 from .._processor import cpu_name
 from .._version import __version__
-from ._device import checked_device
 
 _GIT_TIMEOUT_SECONDS = 20
 
 
+def checked_device(device: torch.device | str) -> torch.device:
+    """`device` as a `torch.device`: the CPU, or a CUDA device that exists."""
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        reject("device", repr(device), "'cpu' | 'cuda' | 'cuda:<index>'")
+    if where.type not in ("cpu", "cuda"):
+        reject("device", repr(str(where)), "'cpu' | 'cuda' | 'cuda:<index>'")
+    if where.type == "cuda":
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (where.index or 0) >= found:
+            reject("device", repr(str(where)), f"'cpu', or one of the {found} CUDA devices found here")
+    return where
+
+
 def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float | None]:
-    """The machine in JSON-ready words; with a CUDA device also the GPU. Unknown entries are None."""
+    """The machine, and the GPU of a CUDA device, as JSON-ready entries. Unknown entries are None."""
     where = checked_device(device)
     machine: dict[str, str | int | float | None] = {
         "device": where.type,
@@ -42,7 +57,7 @@ def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float 
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what computes: Python, torch, triton (None if absent), twell; and the platform."""
+    """Versions of Python, torch, triton (None if absent), twell and the platform."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -55,8 +70,8 @@ def versions() -> dict[str, str | None]:
 def commit(path: str | os.PathLike[str] | None = None) -> str:
     """Short hash of the commit checked out in the repository that holds `path`; never raises.
 
-    `path` defaults to the current working directory. "+dirty" is added when tracked files are modified;
-    without git, a repository or a commit the answer is "unknown".
+    `path` defaults to the working directory. "+dirty" marks modified tracked files. Without git, a repository
+    or a commit the result is "unknown".
     """
     try:
         place = Path.cwd() if path is None else Path(path).absolute()
@@ -69,7 +84,7 @@ def commit(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """The output of a git command about the repository around `folder`, whatever GIT_DIR says."""
+    """Output of a git command in the repository around `folder`, whatever GIT_DIR says."""
     ignored = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
     finished = subprocess.run(
         ["git", "--no-optional-locks", "-C", str(folder), *arguments],

@@ -1,4 +1,4 @@
-"""Dense against sparse on one feed-forward block: the workload that benchmarks and the demo share."""
+"""Compares dense with sparse on one feed-forward block; benchmarks and `twell block` share it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .timing import Timing, compare, speedup
 BASELINE = "dense eager"
 COMPILED = "dense compiled"
 
-# A model has many layers, so a token meets weights that are not in the cache. Few-token cases rotate
-# among as many blocks as it takes to outgrow any CPU's last-level cache.
+# In a model of many layers, a token finds weights that are not in the cache. Few-token cases rotate among
+# enough blocks to outgrow any CPU's last-level cache.
 _COLD_BYTES = 192 << 20
 _MANY_TOKENS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
 class FfnCase:
-    """One measured workload: synthetic gates with realistic firing rates (see `twell.synthetic`)."""
+    """One workload: synthetic gates with realistic firing rates (see `twell.synthetic`)."""
 
     tokens: int
     hidden: int
@@ -45,7 +45,7 @@ class FfnCase:
         return min(-(-_COLD_BYTES // weights), 32)
 
     def shape(self) -> dict[str, int | str | bool]:
-        """As records carry it."""
+        """The shape entries of a record."""
         return {
             "M": self.tokens,
             "D": self.hidden,
@@ -58,7 +58,7 @@ class FfnCase:
 
 @dataclass(frozen=True)
 class FfnComparison:
-    """Timings per block and call, and errors against the float64 oracle, of the same run."""
+    """Timings per block and call, and errors against the float64 oracle, from the same run."""
 
     case: FfnCase
     nnz: float
@@ -78,9 +78,9 @@ def compare_ffn(
     repetitions: int = 15,
     progress: Callable[[], None] | None = None,
 ) -> FfnComparison:
-    """Time stock dense PyTorch and `twell.ffn` under each plan on the CPU, interleaved.
+    """Time stock dense PyTorch and `twell.ffn` with each plan on the CPU, interleaved.
 
-    The dense baseline reads `down` as `nn.Linear` stores it, ours as `SparseMLP` does (neuron-major).
+    Dense reads `down` as `nn.Linear` stores it, ours as `SparseMLP` does (neuron-major).
     compiled: also time `torch.compile` of the dense block.
     """
     blocks = [
@@ -135,7 +135,7 @@ def compare_ffn(
 
 
 def stock_dense(x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Tensor:
-    """The ReLU block as stock PyTorch code writes it: the baseline."""
+    """The baseline: the ReLU block in stock PyTorch."""
     linear = torch.nn.functional.linear
     if gate is None:
         return linear(torch.relu(linear(x, up)), down)

@@ -1,4 +1,4 @@
-"""How much memory a call takes: its peak, and what autograd keeps for the backward pass."""
+"""Measures the memory of a call: its peak, and what autograd keeps for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ._device import checked_device
+from .environment import checked_device
 
 
 def peak_bytes(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Peak of the tensor memory allocated on `device` during `fn()`, above what was allocated at its start.
+    """Peak of tensor memory on `device` during `fn()`, above what was allocated before.
 
-    CPU: what the calling thread takes from PyTorch's allocator, inside custom ops too; scratch memory of
-    BLAS libraries is not seen, and freeing a tensor that existed before the call gives no credit.
-    CUDA: the caching allocator's count, in blocks of 512 bytes; resets PyTorch's peak statistics and
+    CPU: counts what the calling thread takes from PyTorch's allocator, also inside custom ops, but not the
+    scratch memory of BLAS libraries. Freeing a tensor from before the call does not lower the count.
+    CUDA: the caching allocator's count, in blocks of 512 bytes. Resets PyTorch's peak statistics and
     synchronises.
     """
     where = checked_device(device)
@@ -61,7 +61,7 @@ def _peak_cpu(fn: Callable[[], object]) -> int:
 
 @contextmanager
 def _stderr_silenced() -> Iterator[None]:
-    """Drop what native code writes to standard error: the profiler announces each start and stop there."""
+    """Silence native code: the profiler reports each start and stop on standard error."""
     saved = os.dup(2)
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 2)
@@ -76,7 +76,7 @@ def _stderr_silenced() -> Iterator[None]:
 class _Saved:
     """A tensor that autograd saved; lives as long as the graph node that saved it.
 
-    Detached: an output that carried its own node here would keep that node alive for ever.
+    Detached: an output with its own node would keep that node alive for ever.
     """
 
     __slots__ = ("__weakref__", "tensor")
@@ -88,9 +88,9 @@ class _Saved:
 def saved_bytes(fn: Callable[[], object], *, exclude: Iterable[Tensor] = ()) -> int:
     """Bytes that the autograd graph of `fn()`'s result keeps for the backward pass.
 
-    Each storage counts once and whole, however many tensors view it; storages of the tensors in `exclude`
-    (weights, inputs) do not count. Tensors that a custom `Function` keeps as plain attributes of its
-    context, past `save_for_backward`, are not seen.
+    Each storage counts once and whole, however many tensors view it. Storages of the tensors in `exclude`
+    (weights, inputs) do not count. Tensors that a custom `Function` stores on its context without
+    `save_for_backward` are not counted.
     """
     excluded = {key for tensor in exclude for key, _ in _storages(tensor)}
     saved: list[weakref.ref[_Saved]] = []

@@ -1,4 +1,4 @@
-"""One figure with all that is needed to trust it, and JSON Lines files of them."""
+"""Figures and training runs with everything needed to trust them, and JSON Lines files of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 
 from .._checks import reject
+from .._files import write_atomically
 from . import environment
 from .timing import Timing
 
@@ -30,77 +30,36 @@ _WHAT = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _NONE = type(None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """A measured value beside its baseline, from one run.
+class _Sourced:
+    """What every record has: a name, where, when and from which code it was measured, and a line of JSON.
 
-    what:            slash-separated lowercase words, as "ffn_cpu/prefill/auto".
-    baseline:        what it is compared with, as "dense eager"; None without a comparison.
-    baseline_value:  the baseline's value, same unit, same run.
-    quantiles:       p10, p50 and p90, or empty for a value that is not a distribution.
-    shape:           sizes and settings: M, D, H, dtype, gated...
-    sparsity:        nnz, density...
-    error:           relative error against the oracle, same run.
-    date:            ISO 8601, UTC.
+    what:      slash-separated lowercase words, as "ffn_cpu/prefill/auto".
+    hardware, versions, commit:  see `twell.measure.environment`.
+    date:      ISO 8601, UTC.
     """
 
     what: str
-    baseline: str | None
-    baseline_value: float | None
-    value: float
-    unit: str
-    quantiles: dict[str, float]
-    shape: dict[str, int | str | bool]
-    sparsity: dict[str, float | int]
-    error: float | None
     hardware: dict[str, str | int | float | bool | None]
     versions: dict[str, str | None]
     commit: str
-    seed: int | None
     date: str
 
     def __post_init__(self) -> None:
         if not isinstance(self.what, str) or not _WHAT.fullmatch(self.what):
             reject("what", repr(self.what), "slash-separated words of a-z and 0-9, joined by '_', '-' or '.'")
-        _require_text("unit", self.unit)
         _require_text("commit", self.commit)
-        if self.baseline is not None:
-            _require_text("baseline", self.baseline)
-        if (self.baseline is None) != (self.baseline_value is None):
-            given = f"{self.baseline_value!r} with baseline {self.baseline!r}"
-            reject("baseline_value", given, "both or neither")
-
-        self._set("value", _measured("value", self.value, self.unit))
-        if self.baseline_value is not None:
-            self._set("baseline_value", _measured("baseline_value", self.baseline_value, self.unit))
-        if self.error is not None:
-            if not _is_number(self.error) or self.error < 0:
-                reject("error", repr(self.error), "None or a finite number >= 0")
-            self._set("error", float(self.error))
-
-        self._set("quantiles", self._checked_quantiles())
-        self._set("shape", _checked_entries("shape", self.shape, (int, str, bool)))
-        self._set("sparsity", _checked_entries("sparsity", self.sparsity, (int, float)))
         self._set("hardware", _checked_entries("hardware", self.hardware, (str, int, float, bool, _NONE)))
         self._set("versions", _checked_entries("versions", self.versions, (str, _NONE)))
-
-        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
-            reject("seed", repr(self.seed), "None or an integer")
         if not _is_utc(self.date):
             reject("date", repr(self.date), "ISO 8601 in UTC, as '2026-01-31T12:00:00+00:00'")
-
-    @property
-    def ratio(self) -> float | None:
-        """`baseline_value / value`: above 1, this took less than the baseline. None where undefined."""
-        return None if self.baseline_value is None or self.value == 0 else self.baseline_value / self.value
 
     def to_json(self) -> str:
         """One line of JSON."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False, ensure_ascii=False)
 
     @classmethod
-    def from_json(cls, line: str) -> Record:
-        """The inverse of `to_json`; every field must be there and no other."""
+    def from_json(cls, line: str) -> Self:
+        """The inverse of `to_json`. Every field must be there and no other."""
         try:
             entries = json.loads(line)
         except json.JSONDecodeError as error:
@@ -119,6 +78,62 @@ class Record:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+
+@dataclass(frozen=True, kw_only=True)
+class Record(_Sourced):
+    """A measured value and its baseline, from one run.
+
+    baseline:        what the value is compared with, as "dense eager"; None without a comparison.
+    baseline_value:  the baseline's value, same unit, same run.
+    quantiles:       p10, p50 and p90, or empty for a value that is not a distribution.
+    shape:           sizes and settings: M, D, H, dtype, gated...
+    sparsity:        nnz, density...
+    error:           relative error against the oracle, same run.
+    """
+
+    what: str
+    baseline: str | None
+    baseline_value: float | None
+    value: float
+    unit: str
+    quantiles: dict[str, float]
+    shape: dict[str, int | str | bool]
+    sparsity: dict[str, float | int]
+    error: float | None
+    hardware: dict[str, str | int | float | bool | None]
+    versions: dict[str, str | None]
+    commit: str
+    seed: int | None
+    date: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_text("unit", self.unit)
+        if self.baseline is not None:
+            _require_text("baseline", self.baseline)
+        if (self.baseline is None) != (self.baseline_value is None):
+            given = f"{self.baseline_value!r} with baseline {self.baseline!r}"
+            reject("baseline_value", given, "both or neither")
+
+        self._set("value", _measured("value", self.value, self.unit))
+        if self.baseline_value is not None:
+            self._set("baseline_value", _measured("baseline_value", self.baseline_value, self.unit))
+        if self.error is not None:
+            if not _is_number(self.error) or self.error < 0:
+                reject("error", repr(self.error), "None or a finite number >= 0")
+            self._set("error", float(self.error))
+
+        self._set("quantiles", self._checked_quantiles())
+        self._set("shape", _checked_entries("shape", self.shape, (int, str, bool)))
+        self._set("sparsity", _checked_entries("sparsity", self.sparsity, (int, float)))
+        if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
+            reject("seed", repr(self.seed), "None or an integer")
+
+    @property
+    def ratio(self) -> float | None:
+        """`baseline_value / value`: above 1, this took less than the baseline. None if undefined."""
+        return None if self.baseline_value is None or self.value == 0 else self.baseline_value / self.value
+
     def _checked_quantiles(self) -> dict[str, float]:
         given = _checked_entries("quantiles", self.quantiles, (int, float))
         if given and set(given) != set(QUANTILES):
@@ -128,6 +143,57 @@ class Record:
         if list(ordered.values()) != sorted(ordered.values()):
             reject("quantiles", ordered, "p10 <= p50 <= p90")
         return ordered
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(_Sourced):
+    """A training run: its settings, its result and its curve.
+
+    preset, settings:  `twell train --preset PRESET SETTINGS`.
+    seconds:           wall time of the run.
+    summary:           the figures of its summary.json; None where a dense model has none.
+    last:              the figures of its last log line.
+    curve:             columns of its log, all of one length.
+    layers:            [trains sparse, share of active neurons, switches] of each automatically planned layer.
+    """
+
+    what: str
+    preset: str
+    settings: list[str]
+    seconds: float
+    summary: dict[str, int | float | None]
+    last: dict[str, int | float]
+    curve: dict[str, list[int | float | None]]
+    layers: list[list[bool | int | float | None]]
+    hardware: dict[str, str | int | float | bool | None]
+    versions: dict[str, str | None]
+    commit: str
+    date: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require_text("preset", self.preset)
+        self._set("settings", _checked_list("settings", self.settings, (str,)))
+        self._set("seconds", _measured("seconds", self.seconds, "s"))
+        self._set("summary", _checked_entries("summary", self.summary, (int, float, _NONE)))
+        self._set("last", _checked_entries("last", self.last, (int, float)))
+        curve = _checked_entries("curve", self.curve, (list,))
+        columns = {
+            name: _checked_list(f"curve[{name!r}]", column, (int, float, _NONE))
+            for name, column in curve.items()
+        }
+        if len({len(column) for column in columns.values()}) > 1:
+            lengths = {name: len(column) for name, column in columns.items()}
+            reject("curve", f"columns of lengths {lengths}", "columns of one length")
+        self._set("curve", columns)
+        layers = [
+            _checked_list("layers", layer, (bool, int, float, _NONE))
+            for layer in _checked_list("layers", self.layers, (list, tuple))
+        ]
+        self._set("layers", layers)
+
+
+Stored = TypeVar("Stored", Record, RunRecord)
 
 
 def make_record(
@@ -146,7 +212,7 @@ def make_record(
 ) -> Record:
     """A record of `measured`, with quantiles, hardware, versions, commit and date filled in.
 
-    A `Timing` gives its median and needs unit "s"; `repository` is the path given to `commit`.
+    A `Timing` counts with its median and needs unit "s"; `repository` is the path given to `commit`.
     """
     for name, given in (("measured", measured), ("baseline_timing", baseline_timing)):
         if isinstance(given, Timing) and unit != "s":
@@ -161,57 +227,48 @@ def make_record(
         shape=dict(shape or {}),
         sparsity=dict(sparsity or {}),
         error=error,
-        hardware=environment.hardware(device),
-        versions=environment.versions(),
-        commit=environment.commit(repository),
         seed=seed,
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        **source(device, repository),
     )
 
 
-def write_records(path: str | os.PathLike[str], records: Iterable[Record], *, append: bool = False) -> None:
-    """Write `records` as JSON Lines, all or nothing: a failure leaves the old file as it was.
+def source(device: torch.device | str, repository: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """hardware, versions, commit and date of a record made now; repository: a path for `commit`."""
+    return {
+        "hardware": environment.hardware(device),
+        "versions": environment.versions(),
+        "commit": environment.commit(repository),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
-    append:  keep the existing lines before the new ones; an invalid one raises and nothing is written.
-    One writer at a time: of two that append together, the later one wins.
+
+def write_records(path: str | os.PathLike[str], records: Iterable[Stored], *, append: bool = False) -> None:
+    """Write `records`, all of one class, as JSON Lines. A failure leaves the old file as it was.
+
+    append:  keep the existing lines before the new ones; an invalid line raises and nothing is written.
+    Only one process may append at a time.
     """
     path = Path(path)
     new = list(records)
+    kind = RunRecord if new and isinstance(new[0], RunRecord) else Record
     for record in new:
-        if not isinstance(record, Record):
-            reject("records", f"a {type(record).__name__}", "Record objects")
-    kept = read_records(path) if append and path.exists() else []
-    lines = [record.to_json().encode() for record in (*kept, *new)]
-
+        if not isinstance(record, kind):
+            reject("records", f"a {type(record).__name__}", f"{kind.__name__} objects")
+    kept = read_records(path, kind) if append and path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, "".join(f"{record.to_json()}\n" for record in (*kept, *new)))
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
+def read_records(path: str | os.PathLike[str], kind: type[Stored] = Record) -> list[Stored]:
     """The records of a JSON Lines file; an error names the file and the line."""
     records = []
-    for number, line in _numbered_lines(Path(path)):
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         try:
-            records.append(Record.from_json(line.decode()))
+            if line.strip():
+                records.append(kind.from_json(line.decode()))
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from None
     return records
-
-
-def _numbered_lines(path: Path) -> list[tuple[int, bytes]]:
-    """The lines that are not blank, counted from 1."""
-    lines = path.read_bytes().split(b"\n")
-    return [(number, line.strip()) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def _central(measured: Timing | float | None) -> float | None:
@@ -241,15 +298,31 @@ def _require_text(field: str, value: Any) -> None:
 
 def _checked_entries(field: str, entries: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
     """A copy of `entries`: string keys, values exactly of one of `kinds`, numbers finite."""
-    accepted = ", ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
     if not isinstance(entries, dict):
-        reject(field, f"a {type(entries).__name__}", f"a dict of string to {accepted}")
+        reject(field, f"a {type(entries).__name__}", f"a dict of string to {_names(kinds)}")
     for key, value in entries.items():
         if not isinstance(key, str):
             reject(f"{field} key", repr(key), "a string")
-        if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
-            reject(f"{field}[{key!r}]", repr(value), f"{accepted} (numbers finite)")
+        _require_kind(f"{field}[{key!r}]", value, kinds)
     return dict(entries)
+
+
+def _checked_list(field: str, values: Any, kinds: tuple[type, ...]) -> list[Any]:
+    """A copy of `values`, each exactly of one of `kinds`, numbers finite."""
+    if not isinstance(values, list | tuple):
+        reject(field, f"a {type(values).__name__}", f"a list of {_names(kinds)}")
+    for place, value in enumerate(values):
+        _require_kind(f"{field}[{place}]", value, kinds)
+    return list(values)
+
+
+def _require_kind(field: str, value: Any, kinds: tuple[type, ...]) -> None:
+    if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
+        reject(field, repr(value), f"{_names(kinds)} (numbers finite)")
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return ", ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
 
 
 def _is_utc(date: Any) -> bool:

@@ -1,4 +1,4 @@
-"""How long a call takes: warmed up, repeated, and interleaved when candidates are compared."""
+"""Times calls: warmed up, repeated, and interleaved with the candidates they are compared with."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ from time import perf_counter_ns
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from .._checks import reject, require_positive_int
-from ._device import checked_device
+from .environment import checked_device
 
 SAMPLE_SECONDS = 1e-3
-"""The least a sample lasts when the number of calls per sample is chosen automatically."""
+"""Least length of a sample when the number of calls per sample is chosen automatically."""
 
 _MAX_CALLS = 1 << 20
-_MIN_FLUSH_BYTES = 256 << 20
 _QUEUE_CYCLES = 8_000_000  # 4 to 5 ms: more than the host takes to launch a forward and a backward
 
 
@@ -40,10 +38,6 @@ class Timing:
     def n(self) -> int:
         """Number of samples."""
         return len(self.samples)
-
-    @property
-    def min(self) -> float:
-        return min(self.samples)
 
     @property
     def median(self) -> float:
@@ -71,27 +65,6 @@ def speedup(baseline: Timing, candidate: Timing) -> float:
     return baseline.median / candidate.median
 
 
-def time_calls(
-    fn: Callable[[], object],
-    *,
-    device: torch.device | str = "cpu",
-    warmup: int = 3,
-    repetitions: int = 20,
-    calls_per_sample: int | None = None,
-    l2_cold: bool = False,
-) -> Timing:
-    """Time `fn()`; `compare` with a single candidate."""
-    timings = compare(
-        {"fn": fn},
-        device=device,
-        warmup=warmup,
-        repetitions=repetitions,
-        calls_per_sample=calls_per_sample,
-        l2_cold=l2_cold,
-    )
-    return timings["fn"]
-
-
 def compare(
     candidates: Mapping[str, Callable[[], object]],
     *,
@@ -99,25 +72,22 @@ def compare(
     warmup: int = 3,
     repetitions: int = 20,
     calls_per_sample: int | None = None,
-    l2_cold: bool = False,
     queued: bool = False,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time every candidate in interleaved rounds, so that drift and neighbours hit all alike.
+    """Time every candidate in interleaved rounds, so that drift and neighbours affect all equally.
 
     warmup:            untimed calls of each candidate before anything is timed.
-    repetitions:       rounds; each takes one sample of every candidate, in an order that changes
-                       between rounds (rotated, and reversed every second time).
+    repetitions:       rounds. Each takes one sample of every candidate, in an order that changes between
+                       rounds (rotated, and reversed every second time).
     calls_per_sample:  calls averaged into a sample; None picks, per candidate, as many as fill 1 ms.
-    l2_cold:           CUDA only: overwrite the L2 cache before each sample, untimed; one call per sample.
-    queued:            CUDA only: keep the device busy for some milliseconds before each sample, untimed, so
-                       that the host has launched the sample when the device begins it. What a device does
-                       behind a host that runs ahead, as in training.
+    queued:            CUDA only: keep the GPU busy for some milliseconds before each sample, untimed, so that
+                       the host has launched the sample when the GPU begins it. This gives GPU time with the
+                       host running ahead, as in training.
     progress:          called after every round (on CUDA: after the round was queued).
 
-    On CUDA, events on the current stream bracket each sample and the host waits once, at the end; a
-    candidate whose launches take longer than its kernels is therefore timed at the rate of its launches,
-    unless `queued`.
+    On CUDA, events on the current stream bracket each sample and the host waits once, at the end. A candidate
+    whose launches take longer than its kernels is therefore timed by its launches, unless `queued`.
     """
     where = checked_device(device)
     if not isinstance(candidates, Mapping) or not candidates:
@@ -127,26 +97,22 @@ def compare(
     require_positive_int("repetitions", repetitions)
     if calls_per_sample is not None:
         require_positive_int("calls_per_sample", calls_per_sample)
-    if l2_cold and where.type != "cuda":
-        reject("l2_cold", True, "False on the CPU; True needs a CUDA device")
     if queued and where.type != "cuda":
         reject("queued", True, "False on the CPU; True needs a CUDA device")
-    if l2_cold and calls_per_sample not in (None, 1):
-        reject("calls_per_sample", calls_per_sample, "None or 1 with l2_cold: later calls would find L2 warm")
 
     cuda = where.type == "cuda"
-    fixed = 1 if l2_cold else calls_per_sample
     names = list(candidates)
     rounds = (name for index in range(repetitions) for name in _order(names, index))
     with torch.cuda.device(where) if cuda else nullcontext():
         for fn in candidates.values():
             for _ in range(warmup):
                 fn()
-        calls = {name: fixed or _calls_filling_a_sample(fn, cuda) for name, fn in candidates.items()}
+        calls = {
+            name: calls_per_sample or _calls_filling_a_sample(fn, cuda) for name, fn in candidates.items()
+        }
         with _gc_paused():
             if cuda:
-                flush = _flush_buffer() if l2_cold else None
-                return _samples_cuda(candidates, calls, rounds, flush, queued, progress)
+                return _samples_cuda(candidates, calls, rounds, queued, progress)
             return _samples_cpu(candidates, calls, rounds, progress)
 
 
@@ -158,7 +124,7 @@ def _order(names: list[str], index: int) -> list[str]:
 
 
 def _calls_filling_a_sample(fn: Callable[[], object], cuda: bool) -> int:
-    """How many calls last `SAMPLE_SECONDS`; 1 if a single call does."""
+    """The number of calls that lasts `SAMPLE_SECONDS`, at least 1."""
     calls = 1
     while calls < _MAX_CALLS:
         seconds = _wall_seconds(fn, calls, cuda)
@@ -198,7 +164,6 @@ def _samples_cuda(
     candidates: Mapping[str, Callable[[], object]],
     calls: dict[str, int],
     rounds: Iterator[str],
-    flush: Tensor | None,
     queued: bool,
     progress: Callable[[], None] | None,
 ) -> dict[str, Timing]:
@@ -207,8 +172,6 @@ def _samples_cuda(
         fn = candidates[name]
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
-        if flush is not None:
-            flush.zero_()
         if queued:
             torch.cuda._sleep(_QUEUE_CYCLES)
         start.record()
@@ -225,18 +188,9 @@ def _samples_cuda(
     }
 
 
-def _flush_buffer() -> Tensor:
-    """A buffer whose overwriting leaves nothing else in L2: at least twice its size.
-
-    256 MiB at the least, so that the write also lasts long enough to hide the launches behind it.
-    """
-    l2_bytes = torch.cuda.get_device_properties(None).L2_cache_size
-    return torch.empty(max(2 * l2_bytes, _MIN_FLUSH_BYTES), dtype=torch.int8, device="cuda")
-
-
 @contextmanager
 def _gc_paused() -> Iterator[None]:
-    """No garbage collection inside a sample."""
+    """Keep the garbage collector out of samples."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

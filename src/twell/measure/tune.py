@@ -1,27 +1,36 @@
-"""Where sparse stops paying on the GPU at hand, measured: the table that automatic plans go by."""
+"""Measures where sparse stops paying on this machine and stores the limits that automatic plans use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._checks import reject
+from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
 from ..crossover.gpu import Shape, store
 from ..functional import ffn
+from ..kernels.cpu.gemm import FEW_TOKENS
+from ..kernels.cpu.gemm import remeasure as remeasure_form
+from ..kernels.cpu.weights import CpuSite
 from ..plan import Plan
+from ..policy.cpu import sparse_can_pay
 from .ffn import stock_dense
 from .timing import compare
 
-# Limits hold up to the next count: 17, 33 and 65 are where other kernels take over.
+# A limit holds up to the next count. Other kernels take over at 17, 33 and 65.
 TOKENS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
-MARGIN = 0.97  # sparse must take at most this share of dense's time, but for the last point
+MARGIN = 0.97  # sparse must take at most this share of dense's time, except with everything active
 _COLD_BYTES = 256 << 20
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_QUICK_DTYPES = (torch.float32, torch.bfloat16)
 
 
-def tune(
+def tune_gpu(
     hidden: int = 2048,
     neurons: int = 5632,
     *,
@@ -33,11 +42,11 @@ def tune(
 ) -> dict[int, float]:
     """tokens -> the largest share of active neurons at which sparse beats dense; stored for this GPU.
 
-    Times are those of CUDA graphs over enough layers that few tokens meet weights cold in the L2 cache.
-    report: called per token count with the limit and the speed-up at every share measured.
+    Times CUDA graphs over enough layers that few tokens find the weights cold in the L2 cache.
+    report: called per token count with the limit and the speed-up at every share.
     """
     if not torch.cuda.is_available():
-        reject("device", "no CUDA device", "a GPU that torch sees; limits are those of a GPU")
+        reject("device", "no CUDA device", "a GPU that torch sees; tune_cpu measures the CPU")
     limits: dict[int, float] = {}
     with torch.no_grad():
         for count in tokens:
@@ -116,3 +125,57 @@ def _graphed(calls: Callable[[], Iterable[Tensor]]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         calls()
     return graph.replay
+
+
+class CpuLimits(NamedTuple):
+    """The limits that automatic plans use from `tokens` tokens on.
+
+    neuron_major:  whether each neuron's down weights are contiguous, as in `SparseMLP`.
+    row:    the largest share of active neurons that the row path takes.
+    block:  whether the block path pays for tokens that share few neurons; None with too few tokens.
+    """
+
+    dtype: torch.dtype
+    tokens: int
+    neuron_major: bool
+    row: float
+    block: bool | None
+
+
+def tune_cpu(
+    hidden: int,
+    neurons: int,
+    *,
+    gated: bool = True,
+    quick: bool = False,
+    report: Callable[[CpuLimits], None] | None = None,
+) -> list[CpuLimits]:
+    """Limits of a block of this size wherever sparse execution may pay; stored for this CPU.
+
+    quick:  float32 and bfloat16 in the layout of `SparseMLP` only; a plan measures the rest when it needs it.
+    report: called with each limit as it is found.
+    """
+    found = []
+    threads = torch.get_num_threads()
+    layouts = (True,) if quick else (True, False)
+    for tokens in (1 << power for power in range(FEW_TOKENS.bit_length())):
+        remeasure_form(tokens, neurons, hidden, threads)
+        for transposed in layouts:
+            remeasure_form(tokens, hidden, neurons, threads, transposed)
+    for dtype, tokens, neuron_major in product(_QUICK_DTYPES if quick else DTYPES, PROBE_BUCKETS, layouts):
+        site = CpuSite(
+            tokens=tokens,
+            hidden=hidden,
+            neurons=neurons,
+            dtype=dtype,
+            gated=gated,
+            neuron_major_down=neuron_major,
+            threads=threads,
+        )
+        if not sparse_can_pay(site):
+            continue  # dense at any limit
+        row, block = remeasure(site)
+        found.append(CpuLimits(dtype, tokens, neuron_major, row, block if tokens >= MANY_TOKENS else None))
+        if report is not None:
+            report(found[-1])
+    return found

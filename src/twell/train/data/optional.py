@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from ..._extras import missing_extra
+from ..._checks import missing_extra
 
 
 def needed(module: str, purpose: str) -> ModuleType:

@@ -1,4 +1,4 @@
-"""Plots of speed-ups and training runs, drawn with matplotlib (the `plot` extra)."""
+"""Plots speed-ups and training runs with matplotlib (the `plot` extra)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._extras import missing_extra
+from ._checks import missing_extra
 
 _INK = "#1f2933"
 _MUTED = "#7b8794"
@@ -21,7 +21,7 @@ def speedup_bars(
     subtitle: str,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Horizontal bars, one per case (label -> times faster than dense); 1x is dense."""
+    """Draw horizontal bars, one per case (label -> times faster than dense)."""
     figure, axes = _figure(title, subtitle, height=1.6 + 0.5 * len(speedups))
     labels = list(speedups)[::-1]
     values = [speedups[label] for label in labels]
@@ -42,9 +42,9 @@ def speedup_curves(
     shares: bool = True,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """One line per name over active neurons per token (-> times faster); 1x is dense.
+    """Draw a line per name: (active neurons per token, times faster than dense).
 
-    shares:  whether they come as shares of all neurons, in (0, 1], and are shown in percent; else as numbers.
+    shares:  active neurons are given as shares of all neurons and shown in percent; False: as counts.
     """
     scale, suffix = (100, "%") if shares else (1, "")
     figure, axes = _figure(title, subtitle, height=4.2)
@@ -77,12 +77,12 @@ def training_curves(
     subtitle: str,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Cross-entropy above, active neurons per token below, over tokens; one colour per run.
+    """Draw cross-entropy above active neurons per token, over tokens, with one colour per run.
 
     runs:  name -> lines with "tokens", "ce_loss" and, for sparse models, "nnz".
     """
     sparse = any("nnz" in line for lines in runs.values() for line in lines)
-    figure = _matplotlib_figure()(figsize=(7.6, 6.2 if sparse else 3.8), dpi=144, layout="constrained")
+    figure = figure_class()(figsize=(7.6, 6.2 if sparse else 3.8), dpi=144, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
     panels = figure.subplots(2 if sparse else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].set_title(subtitle, loc="left", fontsize=9, color=_MUTED)
@@ -107,8 +107,7 @@ def training_curves(
 
 
 def _figure(title: str, subtitle: str, *, height: float) -> tuple[Any, Any]:
-    figure_class = _matplotlib_figure()
-    figure = figure_class(figsize=(7.6, height), dpi=144, layout="constrained")
+    figure = figure_class()(figsize=(7.6, height), dpi=144, layout="constrained")
     axes = figure.add_subplot()
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
     axes.set_title(subtitle, loc="left", fontsize=9, color=_MUTED)
@@ -121,7 +120,8 @@ def _save(figure: Any, path: str | os.PathLike[str], metadata: Mapping[str, str]
     figure.savefig(path, metadata=dict(metadata or {}), facecolor="white")
 
 
-def _matplotlib_figure() -> type:
+def figure_class() -> type:
+    """matplotlib's `Figure`, imported at first use; raises ImportError with the command that installs it."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The `twell` command: a block and the demo end to end, doctor, bad input, missing packages."""
+"""The `twell` command: a block end to end, doctor, tune, bad input, missing packages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 import twell
 from twell.backends import BACKENDS
-from twell.cli.app import app
+from twell.cli.app import MOST_NEURONS, app
+from twell.formats.row import MAX_COLUMNS
 from twell.measure import read_records
 
 
@@ -43,6 +44,32 @@ def test_block_at_the_extremes(tmp_path, density):
     assert run("block", "--output", str(tmp_path), *size).exit_code == 0
 
 
+def test_block_refuses_too_many_neurons_before_work_starts(tmp_path):
+    assert MOST_NEURONS == MAX_COLUMNS
+    result = run("block", "--neurons", "70000", "--output", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert "65535" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_block_refuses_a_missing_package_before_work_starts(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match="plots need matplotlib"):
+        run("block", "--output", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("options", "rows"), [((), 4 * 5 * 2), (("--quick",), 2 * 5)], ids=["all", "quick"])
+def test_tune_on_a_cpu(options, rows, monkeypatch):
+    """--quick measures two of the four dtypes, in one of the two layouts."""
+    monkeypatch.setattr("twell.measure.tune.remeasure_form", lambda *arguments: None)
+    monkeypatch.setattr("twell.measure.tune.remeasure", lambda site: (0.125, True))
+    monkeypatch.setattr("twell.measure.tune.sparse_can_pay", lambda site: True)
+    output = run("tune", "--device", "cpu", *options).output
+    assert output.count("12.5% active") == rows
+    assert ("float64" in output) == (options == ())
+
+
 def test_doctor_names_versions_and_backends():
     output = run("doctor").output
     assert torch.__version__ in output
@@ -61,7 +88,6 @@ def test_doctor_under_an_override(monkeypatch):
 
 
 def test_version():
-    assert run("version").output.strip() == twell.__version__
     assert run("--version").output.split() == ["twell", twell.__version__]
 
 
@@ -111,7 +137,7 @@ def test_doctor_says_how_to_get_what_is_missing(monkeypatch):
 
 def test_missing_matplotlib_is_explained(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    from twell.report.plots import speedup_bars
+    from twell.plots import speedup_bars
 
     with pytest.raises(ImportError, match=r'pip install -e "\.\[plot\]" in a checkout'):
         speedup_bars({"a": 2.0}, tmp_path / "x.png", title="", subtitle="")

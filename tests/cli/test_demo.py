@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from twell.cli.app import app
 
-from .train.runs import write_corpus
+from ..train.runs import write_corpus
 
 
 def test_the_demo_trains_checks_times_and_writes(tmp_path):

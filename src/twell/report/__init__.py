@@ -1,1 +1,0 @@
-"""What people would rather look at: plots of measured results."""
