@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 # The extras of pyproject.toml, by the modules that only they bring.
 EXTRAS = {
     "plot": ("matplotlib",),
@@ -27,3 +30,14 @@ def explained(error: ImportError) -> str:
         if isinstance(error, ModuleNotFoundError) and error.name in modules:
             return f"{error}: {how_to_install(extra)}"
     return str(error)
+
+
+def needed(module: str, purpose: str, *, extra: str) -> ModuleType:
+    """Import `module`, or say what it is for and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != missing:
+            raise  # the package is there, something it needs is not
+        raise missing_extra(f"{purpose} needs {missing}", extra) from error

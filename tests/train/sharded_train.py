@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from twell.cli import main
 from twell.train import recipe
-from twell.train.seeds import generator_of
+from twell.train.distributed import generator_of
 
 NOTES = Path(os.environ["NOTES"])
 MOMENTS = ("exp_avg", "exp_avg_sq")

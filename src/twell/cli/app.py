@@ -9,6 +9,7 @@ from typing import Annotated
 import rich  # noqa: F401  (every command draws with it: miss it here, where `main` explains)
 import typer
 from typer import Argument, Option
+from typer.core import TyperCommand
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 
@@ -85,7 +86,17 @@ def tune(
     run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick)
 
 
-@app.command()
+class _WithSettings(TyperCommand):
+    """Lists the settings after the options."""
+
+    def format_help(self, ctx, formatter) -> None:
+        from .train import show_settings
+
+        super().format_help(ctx, formatter)
+        show_settings()
+
+
+@app.command(cls=_WithSettings)
 def train(
     overrides: Annotated[
         list[str] | None, Argument(help="Settings as key=value, such as train.steps=100.", show_default=False)

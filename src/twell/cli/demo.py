@@ -13,6 +13,7 @@ from rich.table import Table
 
 from .. import reference
 from .._checks import reject
+from .._files import make_folder, write_json
 from ..measure import Timing, compare
 from ..nn import SparseMLP
 from ..plan import Plan
@@ -27,11 +28,10 @@ _PROMPT = "def read_file(path):\n    "
 def run_demo(*, output: Path, overrides: list[str]) -> None:
     """Train, plot, reload, check, time, generate; everything is written to `output`."""
     from ..evaluation import load_model
-    from ..train.disk import write_json
-    from ..train.folder import METRICS
     from ..train.metrics import read_metrics
     from ..train.presets import preset
     from ..train.run import train
+    from ..train.run_folder import METRICS
     from ..train.settings import run_config, with_overrides
 
     console = Console()
@@ -94,7 +94,7 @@ def _new_folder(output: Path) -> Path:
     number = 1
     while (output / f"run-{number}").exists():
         number += 1
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output, "output")
     return output / f"run-{number}"
 
 

@@ -21,8 +21,8 @@ from twell.cli.app import app
 from twell.cli.train import run_train
 from twell.evaluation import load_model
 from twell.train.checkpoints import fault, newest_whole
-from twell.train.folder import claimed, with_absolute_paths
 from twell.train.run import train
+from twell.train.run_folder import claimed, with_absolute_paths
 from twell.train.settings import read_settings, run_config
 
 from .runs import logged, small_run, write_corpus
@@ -243,7 +243,7 @@ def test_a_damaged_manifest_is_no_obstacle(stopped, content, caplog):
     out = io.StringIO()
     assert train(config, folder, resume=True, console=Console(file=out)).finished
     assert "resuming from checkpoint-2" in out.getvalue()
-    assert "checkpoint-3 is left out: its manifest.json cannot be read" in caplog.text
+    assert "checkpoint-3 is skipped: its manifest.json cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
