@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from .._checks import reject
+from .._files import write_atomically
 from . import environment
 from .timing import Timing
 
@@ -181,20 +181,8 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Record], *, ap
         if not isinstance(record, Record):
             reject("records", f"a {type(record).__name__}", "Record objects")
     kept = read_records(path) if append and path.exists() else []
-    lines = [record.to_json().encode() for record in (*kept, *new)]
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.writelines(line + b"\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            shutil.copymode(path, temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, "".join(record.to_json() + "\n" for record in (*kept, *new)))
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
