@@ -64,7 +64,8 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
     console.rule("3. faster?")
     speedups = _time(console, model, tokens)
-    active = result.summary["held_out_nnz"] / model.config.intermediate_size
+    nnz = result.summary[f"{_evaluated(result.summary)}nnz"]
+    active = nnz / model.config.intermediate_size
     speedup_bars(
         speedups,
         output / "speedup.png",
@@ -112,11 +113,18 @@ def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
             f"{line['tokens_per_second']:,.0f}",
         )
     console.print(table)
+    prefix = _evaluated(summary)
+    text, loss = ("held-out", "held_out_ce_loss") if prefix else ("training", "train_ce_loss")
     console.print(
-        f"held-out: cross-entropy {summary['held_out_ce_loss']:.3f}, "
-        f"{summary['held_out_nnz']:.1f} active neurons per token, {dead_of(summary, 'held_out_')}",
+        f"{text}: cross-entropy {summary[loss]:.3f}, {summary[f'{prefix}nnz']:.1f} active neurons per token, "
+        f"{dead_of(summary, prefix)}",
         highlight=False,
     )
+
+
+def _evaluated(summary: dict) -> str:
+    """How the figures to show begin: held-out ones, or training's if no text is held out."""
+    return "" if summary["held_out_ce_loss"] is None else "held_out_"
 
 
 def _some_tokens(tokenizer, model) -> torch.Tensor:
