@@ -144,7 +144,7 @@ def test_a_checkpoint_decides_sizes(corpus, tmp_path):
 def test_a_run_that_is_not_through_is_no_checkpoint_to_start_from(stopped, corpus, tmp_path):
     _, folder = stopped
     config = small_run(corpus, f"model.init_from={folder}")
-    with pytest.raises(ValueError, match=r"init_from: got .*; accepted: a run that is through, or a check"):
+    with pytest.raises(ValueError, match=r"init_from: got .*; accepted: a finished run, or one of its check"):
         train(config, tmp_path / "other", console=QUIET)
 
 
@@ -285,3 +285,15 @@ def test_a_damaged_tokenizer_in_the_cache_is_made_again(corpus, tmp_path):
     for path in (tmp_path / "cache").rglob("tokens/*/tokenizer/tokenizer.json"):
         path.write_text("{")
     assert train(config, tmp_path / "two", console=QUIET).finished
+
+
+def test_files_where_folders_should_be(corpus, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    refused = rf"; accepted: a folder, or a path where one can be made; {file} is a file$"
+    for path in (file, file / "below"):
+        with pytest.raises(ValueError, match=rf"^out: got '{path}'{refused}"):
+            train(small_run(corpus), path, console=QUIET)
+        with pytest.raises(ValueError, match=rf"^data\.cache: got '{path}'{refused}"):
+            train(small_run(corpus, f"data.cache={path}"), tmp_path / "run", console=QUIET)
+    assert file.read_text() == "mine"

@@ -54,13 +54,13 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
         if not config.prepared.is_dir():
             reject("data.source", repr(config.source), "prepared:FOLDER with a folder that exists")
         return _opened(config, config.prepared, token_files.open_token_files(config.prepared, verify=verify))
+    make_folder(config.cache_folder, "data.cache")
     content = fingerprint(config)
     tokenizer = obtain_tokenizer(config, content=content, quiet=quiet)
     encoder = Encoder(tokenizer)
     decisive = (config.text_field, config.held_out, config.held_out_tokens, config.max_tokens, config.seed)
     identity = ["tokens", token_files.FORMAT, split.VERSION, content, encoder.fingerprint, *decisive]
     folder = config.cache_folder / "tokens" / digest_of_json(identity)
-    make_folder(folder.parent, "data.cache")
     index = open_or_build(
         folder,
         partial(_checked, verify=verify),

@@ -50,14 +50,14 @@ def obtain_tokenizer(
     decisive = (config.text_field, config.vocab_size, config.tokenizer_bytes, config.held_out, config.seed)
     content = fingerprint(config) if content is None else content
     key = digest_of_json(["tokenizer", FORMAT, SPLIT, content, *decisive])
-    folder = config.cache_folder / "tokenizers"
-    make_folder(folder, "data.cache")
+    make_folder(config.cache_folder, "data.cache")
+    folder = config.cache_folder / "tokenizers" / key
 
     def build(into: Path) -> None:
         texts = _training_texts(config)
         train_tokenizer(texts, vocab_size=config.vocab_size, quiet=quiet).save(str(into / _FILE))
 
-    return wrapped(open_or_build(folder / key, _open, build, advice=lambda: DISK_FULL))
+    return wrapped(open_or_build(folder, _open, build, advice=lambda: DISK_FULL))
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, quiet: bool = True) -> Tokenizer:
