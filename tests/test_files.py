@@ -69,7 +69,7 @@ class TestSmallFiles:
 
 @contextlib.contextmanager
 def files_of_at_most(size: int):
-    """Writers in C++ meet the end of the disk here as on a full one; the system says another number."""
+    """C++ writers fail here as on a full disk; only the errno differs."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

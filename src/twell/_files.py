@@ -49,7 +49,7 @@ def user_cache() -> Path:
 def cache_folder() -> Path | None:
     """Where measurements of this machine are kept: $TWELL_CACHE, else the user's cache folder.
 
-    None where there is no place for it. The folder may not exist yet.
+    It may not exist yet; None without a home directory.
     """
     root = os.environ.get(CACHE_VARIABLE)
     try:
@@ -165,12 +165,12 @@ def is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def needs_space(
-    what: str, *, discard: Path | None = None, advice: Callable[[], str] | None = None
+    what: str, *, discard: Path | None = None, advice: str | Callable[[], str] = ""
 ) -> Iterator[None]:
-    """Explain a full disk, whoever meets it inside: an OSError that names `what` did not fit.
+    """Turn any error of a full disk into an OSError that says there was no space for `what`.
 
     discard:  the incomplete file or folder, removed first.
-    advice:   what the reader can do or still has; asked after `discard` is gone.
+    advice:   what the reader can do, or still has; a function is called after `discard` is gone.
     """
     try:
         yield
@@ -179,8 +179,9 @@ def needs_space(
             raise
         if discard is not None:
             remove(discard)
-        hint = "" if advice is None else f"; {advice()}"
-        raise OSError(errno.ENOSPC, f"no space left to write {what}{hint}") from error
+        hint = advice() if callable(advice) else advice
+        message = "; ".join(filter(None, (f"no space left to write {what}", hint)))
+        raise OSError(errno.ENOSPC, message) from error
 
 
 def remove(path: Path) -> None:
@@ -218,8 +219,8 @@ def locked(path: Path, *, wait: float | None = None) -> Iterator[Literal["held",
     """Hold the lock file `path`, and yield how that went; the file stays behind.
 
     wait:  seconds to wait for another process before "busy"; None waits as long as it takes.
-    "unavailable": the file cannot be written, or its file system has no locks. The system frees the lock of
-    a killed process.
+    "unavailable" means that the file cannot be written, or that its file system has no locks. If a process is
+    killed, the system frees its locks.
     """
     lock = FileLock(path)
     state = _acquire(lock, wait)
@@ -263,7 +264,7 @@ def open_or_build(
     opened: Callable[[Path], Opened],
     build: Callable[[Path], None],
     *,
-    advice: Callable[[], str] | None = None,
+    advice: str = "",
 ) -> Opened:
     """Open `folder`; build it first if it is missing or damaged. One process builds, others wait for it.
 

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py in two processes: revival of a sharded block against that of a whole one."""
+"""Run by test_distributed.py in two processes: revive a sharded block like a whole one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest that is damaged in any way: its checkpoint is not whole, the one before is used."""
+"""A checkpoint with any damage, also in its manifest, is not whole; the one before it is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are stopped from outside: twice in a row, or killed with their data loaders."""
+"""Runs stopped by signals: a second Ctrl-C, or a kill that their data loaders survive."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _children(process: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_a_killed_run_goes_on_at_once_although_its_workers_live(corpus, tmp_path, monkeypatch):
-    """Workers are held still, so that they outlive their run for certain."""
+def test_a_killed_run_can_be_resumed_while_its_workers_live(corpus, tmp_path, monkeypatch):
+    """The workers are stopped, so that they certainly outlive their run."""
     folder, settings = tmp_path / "run", tmp_path / "run.yaml"
     config = small_run(corpus, "train.workers=2", "train.steps=100000", "train.save_every=2", "train.keep=2")
     settings.write_text(to_yaml(config))

@@ -1,4 +1,4 @@
-"""What cannot work is refused in one line, before any text is read."""
+"""Settings that contradict a checkpoint are refused in one line, before any text is read."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = {
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Text that nobody gets to."""
+    """Text that no test gets to tokenise."""
 
     def fail(*_arguments, **_options):
         raise AssertionError("text was tokenised")

@@ -1,4 +1,4 @@
-"""Runs that are resumed, shared, rotated or broken in ways that must not go unnoticed."""
+"""A run's folder: resumed, shared, full of old checkpoints, damaged, or in use."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stopped(corpus, tmp_path, monkeypatch):
     return config, folder
 
 
-def test_a_run_does_not_go_on_with_other_text(stopped, corpus):
+def test_a_run_is_not_resumed_with_other_text(stopped, corpus):
     (corpus / "more.txt").write_text("something else\n" * 500)
     with pytest.raises(ValueError, match=r"data.source: got other text or another tokenizer"):
         train(*stopped, resume=True, console=QUIET)
@@ -103,7 +103,7 @@ def test_other_files_and_other_runs_are_safe(corpus, tmp_path):
         train(config, free, console=QUIET)
 
 
-def test_a_run_that_failed_before_its_first_step_may_start_anew(corpus, tmp_path):
+def test_a_run_that_failed_before_its_first_step_can_be_started_again(corpus, tmp_path):
     folder = tmp_path / "run"
     wrongs = {
         "data.source=nowhere.txt": "data.source: got",
@@ -141,7 +141,7 @@ def test_a_checkpoint_decides_sizes(corpus, tmp_path):
     assert stored["use_cache"] is True
 
 
-def test_a_run_that_is_not_through_is_no_checkpoint_to_start_from(stopped, corpus, tmp_path):
+def test_an_unfinished_run_is_no_checkpoint_to_start_from(stopped, corpus, tmp_path):
     _, folder = stopped
     config = small_run(corpus, f"model.init_from={folder}")
     with pytest.raises(ValueError, match=r"init_from: got .*; accepted: a finished run, or one of its check"):

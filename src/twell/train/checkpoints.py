@@ -118,7 +118,7 @@ def drop_old(run: Path, keep: int) -> None:
 
 
 def set_aside_after(run: Path, step: int) -> None:
-    """Rename checkpoints after `step`, where the run resumes: they are damaged, and not ours to delete."""
+    """Rename the checkpoints after `step`, where the run resumes: they are damaged, but may be of use."""
     for folder in checkpoints(run):
         if step_of(folder) > step:
             target = run / f"damaged-{folder.name}"

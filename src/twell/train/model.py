@@ -143,7 +143,7 @@ def _architecture(config: ModelConfig, stored: PreTrainedConfig, path: str) -> s
 
 
 def _check_blocks(config: ModelConfig, stored: PreTrainedConfig, path: str) -> None:
-    """Refuse another activation or gate than the checkpoint has."""
+    """Refuse an activation or gate that the checkpoint does not have."""
     if config.dense:
         if stored.hidden_act != config.activation:
             reject("model.activation", repr(config.activation), f"{stored.hidden_act!r}, as {path} has it")

@@ -140,6 +140,6 @@ class Recipe(TrainerCallback):
         self.revived = int(state.pop("revived"))
         sums = state.pop("sums")
         if is_first():
-            self._sums.copy_(sums)  # of all processes together
+            self._sums.copy_(sums)  # once: they are the sums over all processes
         if self.tracker is not None:
             self.tracker.load_state_dict(state)

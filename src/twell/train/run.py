@@ -273,7 +273,7 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
         remove_leftovers(target)
     trainer.accelerator.wait_for_everyone()
     advice = f"free some, then: twell train --resume {folder}"
-    with needs_space("the model", discard=temporary, advice=lambda: advice):
+    with needs_space("the model", discard=temporary, advice=advice):
         trainer.save_model(str(temporary))
     summary = _summary(trainer, config, folder, data, evaluated)
     if trainer.is_world_process_zero():

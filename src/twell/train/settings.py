@@ -15,32 +15,26 @@ import yaml
 from .._checks import reject
 from .config import RunConfig
 
-_SECTIONS = {f.name: f for f in dataclasses.fields(RunConfig)}
-
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
     """A `RunConfig` from nested dictionaries; missing keys keep their defaults."""
-    hints = typing.get_type_hints(RunConfig)
-    values: dict[str, Any] = {}
-    for name, value in settings.items():
-        name = str(name)
-        if name not in _SECTIONS:
-            reject("setting", repr(name), _accepted(name, _SECTIONS))
-        if not dataclasses.is_dataclass(hints[name]):
-            values[name] = _converted(name, value, hints[name])
-            continue
-        if not isinstance(value, Mapping):
-            reject(name, repr(value), "a section of settings")
-        values[name] = _section(name, hints[name], value)
-    return RunConfig(**values)
+    return _built(RunConfig, settings)
 
 
-def _section(name: str, kind: type, settings: Mapping[str, Any]) -> Any:
+def _built(kind: type, settings: Mapping[str, Any], section: str = "") -> Any:
     hints = typing.get_type_hints(kind)
-    unknown = [key for key in settings if key not in hints]
-    if unknown:
-        reject(f"{name}.{unknown[0]}", repr(settings[unknown[0]]), _accepted(str(unknown[0]), hints))
-    return kind(**{key: _converted(f"{name}.{key}", value, hints[key]) for key, value in settings.items()})
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in hints:
+            name, received = (f"{section}.{key}", value) if section else ("setting", str(key))
+            reject(name, repr(received), _accepted(str(key), hints))
+        if not dataclasses.is_dataclass(hints[key]):
+            values[key] = _converted(f"{section}.{key}".lstrip("."), value, hints[key])
+        elif isinstance(value, Mapping):
+            values[key] = _built(hints[key], value, key)
+        else:
+            reject(key, repr(value), "a section of settings")
+    return kind(**values)
 
 
 def _converted(name: str, value: Any, wanted: Any) -> Any:

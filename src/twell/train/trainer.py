@@ -97,7 +97,7 @@ class SparseTrainer(Trainer):
         mine = range(self.args.process_index, len(dataset), world)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         self.model.eval()
-        # Every process makes as many calls, since each gathers sharded weights.
+        # Every process makes the same number of calls, since each call gathers sharded weights.
         for start in range(0, -(-len(dataset) // world), batch):
             places = mine[start : start + batch]
             items = [dataset[place] for place in places or [0]]
@@ -137,7 +137,7 @@ class SparseTrainer(Trainer):
 
     @torch.no_grad()
     def check_weights(self) -> None:
-        """Raise if any weight is not finite: such weights must not replace good ones. Call it everywhere."""
+        """Raise if any weight is not finite: they must not replace good ones. Call it on every process."""
         finite = [_local(parameter).isfinite().all() for parameter in self.model.parameters()]
         if any_of_all(~torch.stack(finite).all()):
             self.say_diverged("weights are not finite")

@@ -125,14 +125,14 @@ def test_latin_letters_of_another_code_are_replaced(tmp_path):
     assert read(path) == ["sch\ufffdne Gr\ufffd\ufffde aus K\ufffdln, wo B\ufffdren wohnen"]
 
 
-def test_what_is_not_text_in_a_folder_is_left_out_and_said(tmp_path, caplog, monkeypatch):
+def test_files_of_a_folder_that_are_not_text_are_skipped_and_logged(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(_log, "_logged", set())
     write(tmp_path / "a.md", b"text")
     write(tmp_path / "b.png", b"\x89PNG\r\n\x1a\n\0\0\0")
     (tmp_path / "c.md.gz").write_bytes(b"no archive")
     assert read(tmp_path) == ["text"]
     assert caplog.text.count("skipped 2 files that are not text") == 1
-    write(tmp_path / "d.txt", random.Random(0).randbytes(1000))  # it says that it is
+    write(tmp_path / "d.txt", random.Random(0).randbytes(1000))  # its name says text
     with pytest.raises(ValueError, match=r"d\.txt, which is not text"):
         read(tmp_path)
 

@@ -55,7 +55,7 @@ def test_once_per_file(config, read):
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "held_out.bin"])
-def test_a_flipped_bit_is_an_error_and_removing_the_folder_mends_it(config, name):
+def test_a_flipped_bit_is_an_error_and_removing_the_folder_repairs_it(config, name):
     folder = prepare(config, quiet=True).folder
     flip(folder / name)
     message = rf"data: got .*{name}, whose contents have changed since it was written; accepted: .* remove "

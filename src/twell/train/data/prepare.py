@@ -65,7 +65,7 @@ def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) ->
         folder,
         partial(_checked, verify=verify),
         lambda into: _write(into, config, tokenizer, encoder, quiet=quiet),
-        advice=lambda: DISK_FULL,
+        advice=DISK_FULL,
     )
     return _opened(config, folder, index)
 

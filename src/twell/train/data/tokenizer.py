@@ -57,7 +57,7 @@ def obtain_tokenizer(
         texts = _training_texts(config)
         train_tokenizer(texts, vocab_size=config.vocab_size, quiet=quiet).save(str(into / _FILE))
 
-    return wrapped(open_or_build(folder, _open, build, advice=lambda: DISK_FULL))
+    return wrapped(open_or_build(folder, _open, build, advice=DISK_FULL))
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, quiet: bool = True) -> Tokenizer:
