@@ -130,6 +130,7 @@ except OSError as error:
 
 def test_the_error_of_safetensors_on_a_disk_that_is_full(tmp_path):
     """A disk of 1 MB, in a name space of its own; safetensors puts files in place under its own names."""
+    pytest.importorskip("safetensors")
     mount = f"mount -t tmpfs -o size=1m none {tmp_path}"
     own = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*own, mount], capture_output=True).returncode:
