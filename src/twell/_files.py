@@ -225,7 +225,7 @@ def locked(path: Path, *, wait: float | None = None) -> Iterator[Literal["held",
     "unavailable" means that the file cannot be written, or that its file system has no locks. If a process is
     killed, the system frees its locks.
     """
-    lock = FileLock(path)
+    lock = FileLock(path, thread_local=False)  # one state, also for a fork from another thread
     state = _acquire(lock, wait)
     if state != "held":
         yield state
