@@ -178,7 +178,7 @@ def check_command(words: list[str]) -> None:
     with group.make_context("twell", list(words), resilient_parsing=True) as context:
         name, command, rest = group.resolve_command(context, words)
         assert command is not None, f"no command {words[0]!r}"
-        if len(words) == 1:
+        if words[1:] in ([], ["--help"]):
             return  # a page names a command; its arguments stand elsewhere
         parsed = command.make_context(name, rest, parent=context).params
     if name in ("train", "demo"):

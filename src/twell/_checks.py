@@ -5,7 +5,9 @@ Errors name the argument, the value received and the values accepted; or how to 
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -69,3 +71,14 @@ def explained(error: ImportError) -> str:
         if isinstance(error, ModuleNotFoundError) and error.name in modules:
             return f"{error}: {how_to_install(extra)}"
     return str(error)
+
+
+def needed(module: str, purpose: str, *, extra: str) -> ModuleType:
+    """Import `module`, or say what it is for and how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != missing:
+            raise  # the package is there, something it needs is not
+        raise missing_extra(f"{purpose} needs {missing}", extra) from error

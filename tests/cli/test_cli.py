@@ -70,6 +70,22 @@ def test_tune_on_a_cpu(options, rows, monkeypatch):
     assert ("float64" in output) == (options == ())
 
 
+def test_the_help_of_train_lists_every_setting():
+    pytest.importorskip("yaml")
+    from twell.train.config import RunConfig, meanings
+    from twell.train.settings import run_config, with_overrides
+
+    result = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line for line in result.output.splitlines() if line.split()}
+    overrides = []
+    for key, _, meaning in meanings():
+        assert meaning in rows[key]
+        overrides.append(f"{key}={rows[key].split()[1]}")
+    assert overrides[0] == "preset=null"
+    assert run_config(with_overrides({}, overrides[1:])) == RunConfig()
+
+
 def test_doctor_names_versions_and_backends():
     output = run("doctor").output
     assert torch.__version__ in output

@@ -1,4 +1,4 @@
-"""Run by test_distributed.py in two processes: revival of a sharded block against that of a whole one."""
+"""Run by test_distributed.py in two processes: revive a sharded block like a whole one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from twell import SparseMLP
-from twell.train.firing import FiringTracker
-from twell.train.revival import revive
-from twell.train.seeds import generator_of
+from twell.train.distributed import generator_of
+from twell.train.neurons import FiringTracker, revive
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()

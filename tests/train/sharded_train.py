@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from twell.cli import main
 from twell.train import recipe
-from twell.train.seeds import generator_of
+from twell.train.distributed import generator_of
 
 NOTES = Path(os.environ["NOTES"])
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,7 +53,7 @@ def checked_revival(mlp, dead, *, std, generator, optimizer):
         assert torch.equal(after[name][~dead], before[name][~dead])
     assert not any(after[name][dead].any() for name in MOMENTS)
     noted = NOTES / f"{generator.initial_seed()}.safetensors"
-    if noted.exists():  # a run that goes on revives the same
+    if noted.exists():  # a resumed run revives the same neurons
         assert all(torch.equal(after[name], value) for name, value in load_file(noted).items())
     dist.barrier()
     if dist.get_rank() == 0:
@@ -69,7 +69,7 @@ def resuming(self, folder):
 
 
 def check_loaded(self, args, state, control, optimizer=None, **options):
-    """Before the first step of a run that goes on: rows and moments are those that its revival left."""
+    """Before the first step of a resumed run: rows and moments are as the revival left them."""
     if getattr(self, "look_at_loaded", False):
         self.look_at_loaded = False
         for layer, mlp in enumerate(self.layers if self.config.recipe.revive_every else ()):

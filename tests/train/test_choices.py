@@ -1,4 +1,4 @@
-"""Same command, same machine, same bits: a run goes by the measurements that it began with."""
+"""Same command, same machine, same bits: a run keeps the measurements it began with."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """machine(limit): from now on this is an unknown CPU with that limit of the row path."""
+    """machine(limit): pretend to be an unknown CPU whose row path has this limit."""
     monkeypatch.setattr(policy.cpu, "_WORTH_LOOKING_SECONDS", 0.0)
     monkeypatch.setattr(policy.cpu, "_MANY_WORTH_LOOKING_SECONDS", 0.0)
     monkeypatch.setattr("twell.policy.cpu._MIN_HIDDEN", 1)
@@ -57,7 +57,7 @@ def same_weights(one, other) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_resumed_run_goes_by_what_it_began_with(corpus, tmp_path, machine, monkeypatch):
+def test_a_resumed_run_keeps_its_measurements(corpus, tmp_path, machine, monkeypatch):
     config = small_run(corpus, "train.steps=8", "recipe.l1=0")
     machine(1.0)
     with recorded_paths() as ran:
@@ -79,7 +79,7 @@ def test_a_resumed_run_goes_by_what_it_began_with(corpus, tmp_path, machine, mon
         with pytest.raises(EndedError):
             train(config, tmp_path / "resumed", console=QUIET)
     (tmp_path / "resumed" / "checkpoint-8" / "manifest.json").unlink()  # as if killed while saving it
-    machine(0.0)  # measured otherwise meanwhile
+    machine(0.0)  # the machine measures something else now
     train(config, tmp_path / "resumed", resume=True, console=QUIET)
     assert same_weights(tmp_path / "row", tmp_path / "resumed")
     stored = json.loads((tmp_path / "resumed" / "choices.json").read_text())

@@ -72,7 +72,7 @@ def assert_same(some, others):
     [pytest.param(ON_GPU, FULL, "false", marks=GPU), pytest.param(ON_GPU, SHARDED, "true", marks=GPU)],
 )
 def test_sharded_run_equals_a_plain_one_and_resumes(tmp_path, place, state, checkpointing):
-    """In float32, and without revival, which would make much of a neuron that is silent in one run only."""
+    """In float32, and without revival, which would amplify a neuron that is silent in only one run."""
     corpus = write_corpus(tmp_path / "corpus")
     config = small_run(corpus, "train.micro_batch=2", f"train.checkpointing={checkpointing}")
     train(config, tmp_path / "plain", console=Console(quiet=True))
@@ -92,7 +92,7 @@ def test_sharded_run_equals_a_plain_one_and_resumes(tmp_path, place, state, chec
 
 @pytest.mark.parametrize(("place", "state"), [pytest.param(ON_GPU, FULL, marks=GPU)])
 def test_sharded_steps_in_16_bits(tmp_path, place, state):
-    """The first step, before weights part ways: FSDP rounds them all to 16 bits, autocast those of products.
+    """The first step, before weights part ways: FSDP rounds all of them to 16 bits, autocast only some.
 
     Half of the neurons fire, so that the few that a rounding turns on or off do not count.
     """

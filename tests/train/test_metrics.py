@@ -12,7 +12,7 @@ pytest.importorskip("datasets")
 from rich.console import Console
 
 from twell.train import run as run_module
-from twell.train.metrics import cut_after, read_metrics
+from twell.train.metrics import check_reporters, cut_after, read_metrics
 from twell.train.run import train
 
 from .runs import small_run, write_corpus
@@ -36,7 +36,7 @@ def test_a_bad_line_takes_no_other_with_it(tmp_path, caplog, monkeypatch):
     assert [line["step"] for line in read_metrics(path)] == [1, 3]
     assert [line["step"] for line in read_metrics(path)] == [1, 3]
     assert [r.message for r in caplog.records] == [
-        f"twell: {path}: left out what cannot be read, line 2, 3, 4, 5, 6, 9"
+        f"twell: {path}: skipped what cannot be read, line 2, 3, 4, 5, 6, 9"
     ]
 
 
@@ -93,3 +93,13 @@ def test_what_else_is_logged_at_a_step_has_a_line_of_its_own(tmp_path):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["test_loss"] for line in lines if "test_loss" in line] == [2.0]
     assert [line["loss"] for line in lines if "loss" in line] == [1.5]
+
+
+@pytest.mark.parametrize("names", [(), ("none",), ("all",)])
+def test_reporters_that_need_nothing(names):
+    check_reporters(names)
+
+
+def test_a_reporter_that_is_installed():
+    pytest.importorskip("tensorboard")
+    check_reporters(("tensorboard",))

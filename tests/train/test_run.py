@@ -122,7 +122,7 @@ def test_a_crashed_run_resumes_to_the_bit(whole, corpus, tmp_path, monkeypatch):
     assert same_weights(tmp_path / "run", whole)
 
 
-def test_ctrl_c_saves_and_the_run_goes_on_to_the_bit(whole, corpus, tmp_path, monkeypatch):
+def test_ctrl_c_saves_and_the_run_resumes_to_the_bit(whole, corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         disturbed(patch, 6, lambda: os.kill(os.getpid(), signal.SIGINT))
         result = train(small_run(corpus), tmp_path / "run", console=QUIET)
@@ -149,7 +149,7 @@ def test_a_job_that_is_told_to_end_saves_although_its_workers_are_told_too(corpu
     assert (tmp_path / "run" / "checkpoint-3" / "manifest.json").exists()
 
 
-def test_a_damaged_checkpoint_is_left_out(whole, corpus, tmp_path, monkeypatch, caplog):
+def test_a_damaged_checkpoint_is_skipped(whole, corpus, tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         disturbed(patch, 9, lambda: os.kill(os.getpid(), signal.SIGINT))
         train(small_run(corpus), tmp_path / "run", console=QUIET)
@@ -173,7 +173,8 @@ def test_a_full_disk_keeps_what_was_saved(corpus, tmp_path, monkeypatch):
         real(self, folder, first)
 
     monkeypatch.setattr(Recipe, "save", save)
-    with pytest.raises(OSError, match=r"no space left to save step 8; the last checkpoint is .*checkpoint-4"):
+    message = r"no space left to write the checkpoint of step 8; the last checkpoint is .*checkpoint-4"
+    with pytest.raises(OSError, match=message):
         train(small_run(corpus), tmp_path / "run", console=QUIET)
     assert not (tmp_path / "run" / "checkpoint-8").exists()
     assert (tmp_path / "run" / "checkpoint-4" / "manifest.json").exists()
@@ -191,7 +192,7 @@ def test_a_run_that_diverges_ends(corpus, tmp_path):
 def test_nothing_is_overwritten_or_mixed(whole, corpus, tmp_path):
     before = (whole / "metrics.jsonl").read_bytes()
     with pytest.raises(
-        ValueError, match=r"out: got .*; accepted: a new folder, .*; to go on with that run: --resume"
+        ValueError, match=r"out: got .*; accepted: a new folder, .*; to continue that run: --resume"
     ):
         train(small_run(corpus), whole, console=QUIET)
     with pytest.raises(ValueError, match=r"settings: got train.lr=0.003->0.1"):
@@ -204,7 +205,7 @@ def test_nothing_is_overwritten_or_mixed(whole, corpus, tmp_path):
 def test_micro_batches_give_the_same_run(whole, corpus, tmp_path):
     train(small_run(corpus, "train.micro_batch=1", "train.steps=3"), tmp_path / "run", console=QUIET)
     found, wanted = (logged(folder, *VALUES) for folder in (tmp_path / "run", whole))
-    # The cosine decay is another one with 3 steps; its first differs from that of 12 only after the warm-up.
+    # With 3 steps the cosine decay differs from the one of 12 steps, but only after the warm-up.
     for one, other in zip(found[:2], wanted[:2], strict=True):
         assert one == pytest.approx(other, rel=1e-4)
     with pytest.raises(
@@ -251,7 +252,7 @@ def test_dead_neurons_come_back(corpus, tmp_path, monkeypatch):
 
 
 def test_dead_neurons_are_counted_over_the_window_that_is_shown(corpus, tmp_path):
-    """Not over the last batch: who fires in one of the last two is alive."""
+    """Not over the last batch: a neuron that fires in one of the last two is alive."""
     out, found = io.StringIO(), {}
     for batches in (1, 2):
         settings = ("train.steps=4", f"recipe.dead_after={batches * 128}", "model.activation=fatrelu(0.3)")
@@ -297,7 +298,7 @@ def test_a_disk_that_is_full_when_the_model_is_saved(corpus, tmp_path, monkeypat
     config, folder = small_run(corpus, "train.steps=2"), tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(run_module.SparseTrainer, "save_model", full)
-        with pytest.raises(OSError, match=r"no space left to save the model; free some, then: .*--resume"):
+        with pytest.raises(OSError, match=r"no space left to write the model; free some, then: .*--resume"):
             train(config, folder, console=QUIET)
     assert not list(folder.glob(".model*"))
     assert not (folder / "model").exists()

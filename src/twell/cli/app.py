@@ -9,6 +9,7 @@ from typing import Annotated
 import rich  # noqa: F401 - every command needs it; imported here, where `main` explains its absence
 import typer
 from typer import Argument, Option
+from typer.core import TyperCommand
 
 MOST_NEURONS = 65_535  # of row TwELL
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -90,7 +91,17 @@ def tune(
     run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick)
 
 
-@app.command()
+class _WithSettings(TyperCommand):
+    """Lists the settings after the options."""
+
+    def format_help(self, ctx, formatter) -> None:
+        from .train import show_settings
+
+        super().format_help(ctx, formatter)
+        show_settings()
+
+
+@app.command(cls=_WithSettings)
 def train(
     overrides: Annotated[
         list[str] | None, Argument(help="Settings as key=value, such as train.steps=100.", show_default=False)

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from .. import reference
 from .._checks import reject
+from .._files import make_folder, write_json
 from ..measure import Timing, compare
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars, training_curves
@@ -28,11 +29,10 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
     """Train, plot, reload, check, time, generate; write everything to `output`."""
     figure_class()  # raises before the work starts
     from ..evaluation import load_model
-    from ..train.disk import write_json
-    from ..train.folder import METRICS
     from ..train.metrics import read_metrics
     from ..train.presets import preset
     from ..train.run import train
+    from ..train.run_folder import METRICS
     from ..train.settings import run_config, with_overrides
 
     console = Console()
@@ -65,7 +65,8 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
     console.rule("3. faster?")
     speedups = _time(console, model, tokens)
-    active = result.summary["held_out_nnz"] / model.config.intermediate_size
+    nnz = result.summary[f"{_evaluated(result.summary)}nnz"]
+    active = nnz / model.config.intermediate_size
     speedup_bars(
         speedups,
         output / "speedup.png",
@@ -92,7 +93,7 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
 def _new_folder(output: Path) -> Path:
     """A new folder name for the run: running the demo again deletes nothing."""
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output, "output")
     return next(run for number in count(1) if not (run := output / f"run-{number}").exists())
 
 
@@ -110,11 +111,18 @@ def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
             f"{line['tokens_per_second']:,.0f}",
         )
     console.print(table)
+    prefix = _evaluated(summary)
+    text, loss = ("held-out", "held_out_ce_loss") if prefix else ("training", "train_ce_loss")
     console.print(
-        f"held-out: cross-entropy {summary['held_out_ce_loss']:.3f}, "
-        f"{summary['held_out_nnz']:.1f} active neurons per token, {dead_of(summary, 'held_out_')}",
+        f"{text}: cross-entropy {summary[loss]:.3f}, {summary[f'{prefix}nnz']:.1f} active neurons per token, "
+        f"{dead_of(summary, prefix)}",
         highlight=False,
     )
+
+
+def _evaluated(summary: dict) -> str:
+    """How the figures to show begin: held-out ones, or training's if no text is held out."""
+    return "" if summary["held_out_ce_loss"] is None else "held_out_"
 
 
 def _some_tokens(tokenizer, model) -> torch.Tensor:

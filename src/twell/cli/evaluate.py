@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._checks import reject
+from .._files import write_json
 
 
 def run_eval(
@@ -30,7 +31,6 @@ def run_eval(
 ) -> None:
     from ..train.checkpoints import find_model
     from ..train.data import DataConfig
-    from ..train.disk import write_json
 
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
@@ -84,7 +84,7 @@ def _progress(console: Console, total: int | None) -> Iterator[Callable[[int], N
 def _held_out_of(folder: str, *, verify: bool) -> Iterator[list[int]]:
     """The windows that a run has held out."""
     from ..train.data import prepare
-    from ..train.folder import CONFIG
+    from ..train.run_folder import CONFIG
     from ..train.settings import read_settings, run_config
 
     path = Path(folder) / CONFIG

@@ -1,10 +1,12 @@
-"""`twell train`: settings from a preset, a file and arguments; then a run."""
+"""`twell train`: collect settings from a preset, a file and arguments, then run; list settings in --help."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from .._checks import reject
 
-INTERRUPTED = 130  # what a shell says of Ctrl-C: nothing that follows should run
+INTERRUPTED = 130  # the exit status of Ctrl-C in a shell, so that a script stops too
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
@@ -25,15 +27,15 @@ def run_train(
     resume: Path | None,
     verify: bool = False,
 ) -> None:
-    from ..train.folder import CONFIG
+    from ..train.distributed import is_first
     from ..train.presets import preset as preset_settings
     from ..train.presets import without_sizes
-    from ..train.processes import is_first
+    from ..train.run_folder import CONFIG
     from ..train.settings import read_settings, run_config, with_overrides
 
     if resume is not None:
         if preset is not None or config is not None or out is not None:
-            reject("resume", str(resume), "no --preset, --config or --out beside it: the run has its own")
+            raise ValueError("--resume cannot be combined with --preset, --config or --out")
         if not (resume / CONFIG).is_file():
             parent = f"; did you mean {resume.parent}?" if (resume.parent / CONFIG).is_file() else ""
             reject("resume", str(resume), f"the folder of a run, with its {CONFIG}{parent}")
@@ -48,7 +50,7 @@ def run_train(
             settings = without_sizes(settings)
         folder = out or Path("runs") / (preset or config.stem)
     settings = run_config(with_overrides(settings, overrides))
-    from ..train.run import train  # once settings are valid: transformers takes seconds to import
+    from ..train.run import train  # after validation: it imports transformers, which takes seconds
 
     console = Console()
     with stopping_at_once(folder, console):
@@ -57,7 +59,7 @@ def run_train(
         return
     if not result.finished:
         step = result.summary["step"]
-        console.print(f"stopped after step {step}; to go on: twell train --resume {folder}", **_PLAIN)
+        console.print(f"stopped after step {step}; to continue: twell train --resume {folder}", **_PLAIN)
         raise typer.Exit(INTERRUPTED)
     table = Table("", "", show_header=False)
     for name, value in result.summary.items():
@@ -69,10 +71,10 @@ def run_train(
 
 @contextmanager
 def stopping_at_once(folder: Path, console: Console) -> Iterator[None]:
-    """Around a run: say what a Ctrl-C that does not wait for a step has left, then exit."""
+    """Around a run: if Ctrl-C ends it in the middle of a step, say what is saved, and exit."""
     from ..train.checkpoints import newest_finished, step_of
-    from ..train.folder import CONFIG
-    from ..train.processes import is_first
+    from ..train.distributed import is_first
+    from ..train.run_folder import CONFIG
 
     try:
         yield
@@ -81,7 +83,7 @@ def stopping_at_once(folder: Path, console: Console) -> Iterator[None]:
             raise typer.Exit(INTERRUPTED) from None
         last = newest_finished(folder)
         kept = "no step was saved" if last is None else f"step {step_of(last)} is saved in {last}"
-        again = f"; to go on: twell train --resume {folder}" if (folder / CONFIG).is_file() else ""
+        again = f"; to continue: twell train --resume {folder}" if (folder / CONFIG).is_file() else ""
         console.print(f"stopped at once; {kept}{again}", **_PLAIN)
         raise typer.Exit(INTERRUPTED) from None
 
@@ -92,3 +94,22 @@ def _shown(name: str, value: float) -> str:
     if isinstance(value, int) or value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def show_settings() -> None:
+    """Print every setting with its default and meaning, for `twell train --help`."""
+    from ..train.config import meanings
+
+    table = Table("setting", "default", "meaning", title="Settings", title_justify="left", box=None)
+    table.columns[0].no_wrap = True
+    section = ""
+    for key, default, meaning in meanings():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            table.add_row()
+        table.add_row(key, _yaml(default), meaning)
+    Console(highlight=False, markup=False).print(table)
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,69 +1,61 @@
-"""A training run as data: every setting, validated, from YAML and back."""
+"""Every setting of a training run: its type, default, meaning and what it accepts."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .._checks import reject
+from .._files import user_cache
 from ..activations import Activation
 from ..plan import Plan
-from .data import DataConfig
 
 ARCHITECTURES = ("llama", "qwen2")
 PRECISIONS = ("float32", "bfloat16", "float16")
 DENSE_ACTIVATIONS = ("silu", "gelu")
 
-# Fewer tokens take rare neurons for dead ones: at the end of preset tiny 20 to 45% of the neurons do not fire
-# in a batch of 2,048 tokens, 5.9% in 40,000 tokens of training, 7.3% in as many held-out ones.
+# A shorter window counts rare neurons as dead: at the end of preset tiny 20 to 45% of the neurons are silent
+# in a batch of 2,048 tokens, 5.9% in 40,000 training tokens, 7.3% in 40,000 held-out tokens.
 DEAD_TOKENS = 40_000
 
+BYTE_TOKENS = 257
+"""The smallest byte-level vocabulary: every byte, and the end of a document."""
 
-def _positive(section: str, config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 < value < math.inf:
-            reject(f"{section}.{name}", value, "a number above 0")
-
-
-def _not_negative(section: str, config: Any, *names: str) -> None:
-    for name in names:
-        if not 0 <= getattr(config, name) < math.inf:
-            reject(f"{section}.{name}", getattr(config, name), "a number of at least 0")
+_PREPARED = "prepared:"
+_MEANING = "meaning"
 
 
-def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        reject(name, repr(value), " | ".join(accepted))
+def setting(default: Any, meaning: str) -> Any:
+    """A field of a section; `twell train --help` shows the meaning."""
+    return field(default=default, metadata={_MEANING: meaning})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The model, drawn at random or taken from a checkpoint.
+    """The model: new, or from a checkpoint."""
 
-    activation:    of the feed-forward blocks: "relu", "relu2", "fatrelu(THRESHOLD)"; "silu" and "gelu" give a
-                   stock dense model, to compare with.
-    init_from:     what to start from: a run's folder, a model's, or a name on the Hub; one of ours, or a
-                   dense Llama or Qwen2, whose activation is then swapped. It brings sizes and vocabulary.
-    plan:          a `twell.Plan` spec for every layer ("dense", "block", ...); None lets layers decide.
-    """
-
-    architecture: str = "llama"
-    hidden_size: int = 256
-    intermediate_size: int = 1024
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int | None = None
-    gated: bool = True
-    activation: str = "relu"
-    positions: int = 2048
-    tie_embeddings: bool = True
-    rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    init_from: str | None = None
-    plan: str | None = None
+    architecture: str = setting("llama", "llama or qwen2.")
+    hidden_size: int = setting(256, "Features per token.")
+    intermediate_size: int = setting(1024, "Neurons of a feed-forward block.")
+    layers: int = setting(4, "Transformer layers.")
+    heads: int = setting(4, "Attention heads.")
+    kv_heads: int | None = setting(None, "Key and value heads; null: as many as heads.")
+    gated: bool = setting(True, "Whether feed-forward blocks have a gate.")
+    activation: str = setting(
+        "relu", "relu, relu2 or fatrelu(THRESHOLD); silu and gelu give a stock dense model."
+    )
+    positions: int = setting(2048, "Longest sequence that the model can read.")
+    tie_embeddings: bool = setting(True, "Whether input and output embeddings share their weights.")
+    rms_norm_eps: float = setting(1e-5, "Epsilon of the normalisation layers.")
+    initializer_range: float = setting(0.02, "Standard deviation of new weights.")
+    init_from: str | None = setting(
+        None, "Start from a run's folder, a model's folder or a Hub name; it decides sizes and vocabulary."
+    )
+    plan: str | None = setting(None, "twell.Plan of every layer (dense, block, ...); null: layers decide.")
 
     def __post_init__(self) -> None:
         _one_of("model.architecture", self.architecture, ARCHITECTURES)
@@ -92,74 +84,133 @@ class ModelConfig:
 
     @property
     def dense(self) -> bool:
-        """Whether it is a stock model, without sparsity."""
+        """Whether this is a stock model, without sparsity."""
         return self.activation in DENSE_ACTIVATIONS
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecipeConfig:
-    """The sparsity of the model. Steps are optimiser steps.
+class DataConfig:
+    """The corpus, the tokenizer and the cut into sequences.
 
-    l1:             weight of the L1 penalty, lambda; 2e-5 is the paper's.
-    l1_start, l1_end:  no penalty until step l1_start, then a linear ramp, full from l1_end on.
-    dead_after:     tokens without firing after which a neuron counts as dead; None: 40,000, or one global
-                    batch where that is more.
-    revive_every:   steps between revivals of dead neurons: their gate rows are drawn again and their
-                    optimiser state is cleared. 0: never.
-    revive_until:   step from which no neuron is revived any more; None: not in the last tenth of the run.
+    `source` is "python" (the standard library's source, built in), a file or folder (UTF-8 text of any name,
+    .jsonl, also as .gz or .xz, and .parquet), "hf:NAME[:CONFIG[:SPLIT]]", or a list of these; or
+    "prepared:FOLDER", tokens with their tokenizer that `prepare` wrote, perhaps elsewhere.
     """
 
-    l1: float = 2e-5
-    l1_start: int = 0
-    l1_end: int = 0
-    dead_after: int | None = None
-    revive_every: int = 0
-    revive_until: int | None = None
+    source: str | tuple[str, ...] = setting(
+        "python", "python, a file, a folder, hf:NAME[:CONFIG[:SPLIT]], a list of these, or prepared:FOLDER."
+    )
+    text_field: str = setting("text", "Field of .jsonl, .parquet and Hugging Face records with the text.")
+    tokenizer: str = setting(
+        "train", "train: a byte-level BPE learnt from the corpus; else a Hugging Face name or folder."
+    )
+    vocab_size: int = setting(4096, "Tokens of a trained tokenizer, with the end-of-document token.")
+    tokenizer_bytes: int = setting(20_000_000, "Most text that a tokenizer is trained on, in bytes.")
+    sequence_length: int = setting(256, "Tokens per training example.")
+    held_out: float = setting(
+        0.02, "Share of the documents, or of the end of the only one, that is never trained on; 0: none."
+    )
+    held_out_tokens: int = setting(1_000_000, "Most tokens of the evaluation set.")
+    max_tokens: int | None = setting(None, "Most training tokens; null: the whole source.")
+    seed: int = setting(0, "Decides, together with a document's text, whether it is held out.")
+    cache: str | None = setting(
+        None, "Folder for tokens and tokenizers; null: twell/data in the user's cache folder."
+    )
 
     def __post_init__(self) -> None:
-        _not_negative("recipe", self, "l1", "l1_start", "l1_end", "revive_every")
+        if isinstance(self.source, list):
+            object.__setattr__(self, "source", tuple(self.source))
+        if not self.sources or not all(_is_text(name) for name in self.sources):
+            reject("data.source", repr(self.source), "'python', a path, 'hf:NAME', or a list of these")
+        for name in ("text_field", "tokenizer"):
+            if not _is_text(getattr(self, name)):
+                reject(f"data.{name}", repr(getattr(self, name)), "a non-empty string")
+        if self.cache is not None and not _is_text(self.cache):
+            reject("data.cache", repr(self.cache), "None or a folder")
+        _integer("vocab_size", self.vocab_size, BYTE_TOKENS, ": one per byte, one end")
+        for name in ("tokenizer_bytes", "sequence_length", "held_out_tokens"):
+            _integer(name, getattr(self, name), 1)
+        if type(self.held_out) not in (int, float) or not 0 <= self.held_out < 1:
+            reject("data.held_out", repr(self.held_out), "a number from 0 to 1, without 1")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, self.sequence_length, " (sequence_length), or None")
+        _integer("seed", self.seed, 0)
+
+    @property
+    def prepared(self) -> Path | None:
+        """The folder of a prepared `source`, which makes the other settings about text irrelevant."""
+        if isinstance(self.source, str) and self.source.startswith(_PREPARED):
+            return Path(self.source.removeprefix(_PREPARED)).expanduser()
+        return None
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """`source` as a tuple."""
+        return self.source if isinstance(self.source, tuple) else (self.source,)
+
+    @property
+    def cache_folder(self) -> Path:
+        """Where tokens and tokenizers are kept; it may not exist yet."""
+        return user_cache() / "data" if self.cache is None else Path(self.cache).expanduser()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeConfig:
+    """How the model becomes sparse. Steps are optimiser steps."""
+
+    l1: float = setting(2e-5, "Weight of the L1 penalty; 2e-5 is the paper's.")
+    l1_start: int = setting(0, "Last step without penalty; a linear ramp follows.")
+    l1_end: int = setting(0, "First step with the full penalty.")
+    dead_after: int | None = setting(
+        None, f"Silent tokens that make a neuron dead; null: {DEAD_TOKENS:,}, or one batch if that is more."
+    )
+    revive_every: int = setting(
+        0, "Steps between revivals: dead neurons get new gate rows and optimiser state; 0: never."
+    )
+    revive_until: int | None = setting(
+        None, "First step without revivals; null: the last tenth of the run has none."
+    )
+
+    def __post_init__(self) -> None:
+        _not_negative("recipe", self, "l1", "l1_start", "l1_end", "revive_every", "revive_until")
         _positive("recipe", self, "dead_after")
-        if self.revive_until is not None and self.revive_until < 0:
-            reject("recipe.revive_until", self.revive_until, "a step of at least 0")
         if self.l1_end < self.l1_start:
             reject("recipe.l1_end", self.l1_end, f"a step of at least l1_start = {self.l1_start}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """The optimisation: AdamW, linear warm-up, cosine decay to `final_lr`, in optimiser steps.
+    """The optimisation: AdamW, linear warm-up, cosine decay. Steps are optimiser steps.
 
-    batch:          sequences per step, over all processes; the number of processes does not change the run.
-    micro_batch:    sequences per process at a time; gradients of several are accumulated. None: all at once.
-    precision:      of the computation; weights and optimiser stay in float32 (autocast).
-    eval_every, save_every, log_every:  in steps. The last step is always logged, evaluated and saved; 0 for
-                    the first two: nothing else is.
-    keep:           checkpoints to keep, at least 2, so that a damaged one is not the last.
-    workers:        processes that load data; 0: the training process does.
-    report:         where metrics go besides the run directory: any of "tensorboard", "wandb", ...
+    The number of processes does not change a run: `batch` counts the sequences of all. The last step is
+    always logged, evaluated and saved.
     """
 
-    steps: int = 1000
-    batch: int = 16
-    micro_batch: int | None = None
-    lr: float = 1e-3
-    final_lr: float = 0.0
-    warmup: int = 100
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    precision: str = "float32"
-    checkpointing: bool = False
-    compile: bool = False
-    eval_every: int = 0
-    save_every: int = 0
-    log_every: int = 10
-    keep: int = 2
-    workers: int = 0
-    seed: int = 0
-    report: tuple[str, ...] = ()
+    steps: int = setting(1000, "Optimiser steps.")
+    batch: int = setting(16, "Sequences per step, over all processes.")
+    micro_batch: int | None = setting(
+        None, "Sequences per process at a time; gradients accumulate over several. null: all at once."
+    )
+    lr: float = setting(1e-3, "Highest learning rate.")
+    final_lr: float = setting(0.0, "Learning rate at the end of the cosine decay.")
+    warmup: int = setting(100, "Steps until the learning rate is highest.")
+    beta1: float = setting(0.9, "AdamW's decay of the mean gradient.")
+    beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient.")
+    eps: float = setting(1e-8, "AdamW's epsilon.")
+    weight_decay: float = setting(0.1, "AdamW's weight decay.")
+    clip: float = setting(1.0, "Largest norm of the gradient; 0: no limit.")
+    precision: str = setting(
+        "float32", "float32, bfloat16 or float16, by autocast; weights and optimiser stay in float32."
+    )
+    checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    compile: bool = setting(False, "Compile the model with torch.compile.")
+    eval_every: int = setting(0, "Steps between evaluations; 0: only after the last step.")
+    save_every: int = setting(0, "Steps between checkpoints; 0: only after the last step.")
+    log_every: int = setting(10, "Steps between logs.")
+    keep: int = setting(2, "Checkpoints to keep, at least 2: one of them may be damaged.")
+    workers: int = setting(0, "Processes that load data; 0: the training process does.")
+    seed: int = setting(0, "Seed of weights, data order and revivals.")
+    report: tuple[str, ...] = setting((), "Where else metrics go: tensorboard, wandb, ...")
 
     def __post_init__(self) -> None:
         _one_of("train.precision", self.precision, PRECISIONS)
@@ -179,9 +230,9 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything about a run; `preset` is where it started from, for the reader."""
+    """A whole run."""
 
-    preset: str | None = None
+    preset: str | None = setting(None, "The preset that the settings started from; for the reader only.")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
@@ -212,3 +263,45 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+def meanings() -> Iterator[tuple[str, Any, str]]:
+    """(key as in YAML, default, meaning) of every setting, sections as section.key."""
+
+    def of(config: Any, prefix: str) -> Iterator[tuple[str, Any, str]]:
+        for entry in dataclasses.fields(config):
+            value = getattr(config, entry.name)
+            if dataclasses.is_dataclass(value):
+                yield from of(value, f"{entry.name}.")
+            else:
+                yield prefix + entry.name, value, entry.metadata.get(_MEANING, "")
+
+    yield from of(RunConfig(), "")
+
+
+def _positive(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 < value < math.inf:
+            reject(f"{section}.{name}", value, "a number above 0")
+
+
+def _not_negative(section: str, config: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < math.inf:
+            reject(f"{section}.{name}", value, "a number of at least 0")
+
+
+def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        reject(name, repr(value), " | ".join(accepted))
+
+
+def _integer(name: str, value: Any, least: int, why: str = "") -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        reject(f"data.{name}", repr(value), f"an integer >= {least}{why}")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())

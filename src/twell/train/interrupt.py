@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step at hand, with a checkpoint."""
+"""Ctrl-C and SIGTERM end a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Callable
 import torch
 from transformers import TrainerCallback
 
-from .processes import any_of_all, are_several
+from .distributed import any_of_all, are_several
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def outlive_signals(then: Callable[[int], None] | None, worker: int) -> None:
-    """In a process that loads data: signals go to all processes of a job, but the run still has a step to
-    finish and a checkpoint to save. The process that trains ends its workers."""
+    """Make a data-loading process ignore signals, which go to all processes of a job.
+
+    The run still has a step to finish and a checkpoint to save; the training process ends its workers.
+    """
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if then is not None:
@@ -26,7 +28,7 @@ def outlive_signals(then: Callable[[int], None] | None, worker: int) -> None:
 class SaveOnInterrupt(TrainerCallback):
     """The first signal saves and stops; a second one stops at once.
 
-    Processes must agree on the step: with several of them the signal is looked at when metrics are logged.
+    Several processes must agree on the step, so they look at the signal when they log metrics.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,7 @@ class SaveOnInterrupt(TrainerCallback):
 
     def _note(self, number: int, frame: object) -> None:
         self.interrupted = True
-        self._restore()  # the next one is not ours
+        self._restore()  # the next signal acts as usual
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,23 +1,30 @@
-"""Metrics of a run as JSON lines, one per log or evaluation."""
+"""Metrics of a run: measured, written to metrics.jsonl, sent elsewhere."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from .._checks import reject
+from .._files import needs_space, write_atomically
 from .._log import log_once
-from .disk import write_whole, writing
 
 _END = "end"
+# Reporters that transformers has and does not list: name -> the module they need.
+_UNLISTED = {"flyte": "flytekit", "azure_ml": "azureml"}
 
 
 class Pace(TrainerCallback):
-    """Tokens per second and peak memory since the last report, evaluations and saves left out."""
+    """Tokens per second and peak memory since the last report, without evaluations and saves."""
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
@@ -28,7 +35,7 @@ class Pace(TrainerCallback):
         self._since = step, perf_counter()
         tokens = (step - before) * self.tokens_per_step
         found = {"tokens_per_second": tokens / max(self._since[1] - then, 1e-9)}
-        if torch.cuda.is_available():  # of this stretch: a run that turns sparse needs less later on
+        if torch.cuda.is_available():  # per stretch: a run that turns sparse needs less memory later
             found["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
             torch.cuda.reset_peak_memory_stats()
         return found
@@ -42,10 +49,9 @@ class Pace(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Writes to `path` on the first process, one line per step and kind (log, evaluation, end of training).
+    """Appends to `path` on the first process, one line per step and kind (log, evaluation, end of training).
 
-    A resumed run goes on behind the step that it resumes from; what it logs again takes the place of the
-    line that was there.
+    A resumed run drops the lines after the step it resumes from; a line logged again replaces the old one.
     """
 
     def __init__(self, path: Path, tokens_per_step: int) -> None:
@@ -61,16 +67,16 @@ class MetricsFile(TrainerCallback):
             return
         line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
         line |= logs or {}
-        line.pop("epoch", None)  # transformers counts the run as one
+        line.pop("epoch", None)  # transformers takes the whole run for one epoch
         if _place(line) in self._written:
             _rewrite(self.path, [old for old in read_metrics(self.path) if _place(old) != _place(line)])
         self._written.add(_place(line))
-        with writing(self.path), self.path.open("a") as out:
+        with needs_space(str(self.path)), self.path.open("a") as out:
             out.write(json.dumps(line) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, one per step and kind; what cannot be read is left out, and logged."""
+    """The lines of a metrics file, one per step and kind; damaged lines are skipped and logged."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     bad = []
     content = path.read_bytes() if path.exists() else b""
@@ -81,23 +87,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if line is None:
             bad.append(str(number))
         else:
-            found[_place(line)] = line  # the last one is that of the run that went on
+            found[_place(line)] = line  # the last one wins: a resumed run wrote it
     if bad:
-        log_once(f"{path}: left out what cannot be read, line {', '.join(bad)}")
+        log_once(f"{path}: skipped what cannot be read, line {', '.join(bad)}")
     return list(found.values())
 
 
 def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
-    """Drop what was logged after `step`, where a run goes on: those steps are run again. What is kept."""
+    """Drop lines after `step`, from which a run is resumed; returns the lines that stay."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
-    kept = [line for line in kept if _place(line) != (step, _END)]  # it did not end there
+    kept = [line for line in kept if _place(line) != (step, _END)]  # training did not end there
     if path.exists():
         _rewrite(path, kept)
     return kept
 
 
 def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:
@@ -109,8 +115,26 @@ def _parsed(text: bytes) -> dict[str, Any] | None:
 
 
 def _place(line: dict[str, Any]) -> tuple[int, str]:
-    """What no two lines of a run share."""
+    """Step and kind, which no two lines of a run share."""
     for kind, key in (("evaluation", "eval_loss"), (_END, "train_runtime"), ("log", "loss")):
         if key in line:
             return line["step"], kind
-    return line["step"], ",".join(sorted(line))  # what somebody else logs
+    return line["step"], ",".join(sorted(line))  # logged by another callback
+
+
+def check_reporters(names: Sequence[str]) -> None:
+    """Refuse unknown and missing reporters now: transformers would notice after the text is tokenised."""
+    if tuple(names) in ((), ("none",), ("all",)):  # all: every installed one
+        return
+    installed = set(get_available_reporting_integrations())
+    installed |= {name for name, module in _UNLISTED.items() if find_spec(module) is not None}
+    for name in names:
+        if name not in INTEGRATION_TO_CALLBACK:
+            reject("train.report", repr(name), f"any of {', '.join(INTEGRATION_TO_CALLBACK)}")
+        if name not in installed:
+            here = ", ".join(sorted(installed)) or "none"
+            reject(
+                "train.report",
+                f"{name!r}, whose package is not installed",
+                f"what is installed here ({here}), or install it first",
+            )

@@ -1,4 +1,4 @@
-"""The model of a run."""
+"""The model of a run: new, or from a checkpoint whose settings must agree."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def build_model(
     l1: float,
     eager: bool = False,
 ):
-    """The model, on the CPU in float32. Draws weights from torch's global generator.
+    """The model, on the CPU in float32. Draws new weights from torch's global generator.
 
-    vocab_size:  of the tokenizer; a checkpoint's may be larger.
-    l1:          the L1 weight that its config is to name.
-    eager:       whether its blocks stay out of compiled graphs.
+    vocab_size:  size of the tokenizer; a checkpoint may have a larger one.
+    l1:          L1 weight to note in the model's config.
+    eager:       whether blocks stay out of compiled graphs.
     """
     if config.init_from is None:
         model = AutoModelForCausalLM.from_config(_config(config, vocab_size, eos_token_id, l1))
@@ -93,14 +93,14 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
 
 
 def with_checkpoint(config: RunConfig) -> RunConfig:
-    """`config` with what its checkpoint decides: architecture, sizes, the tokenizer unless another is named.
+    """`config` with the architecture and sizes of its checkpoint, and its tokenizer unless another is named.
 
-    Where the two contradict each other, that is said here, before any text is read.
+    A setting that contradicts the checkpoint is refused here, before any text is read.
     """
     given = config.model.init_from
     path = find_model(given, "model.init_from")
     if path != given and Path(path).name != MODEL:
-        reject("model.init_from", repr(given), f"a run that is through, or a checkpoint of it, as {path}")
+        reject("model.init_from", repr(given), f"a finished run, or one of its checkpoints, such as {path}")
     stored, default = _stored_config(path), ModelConfig()
     found = {"architecture": _architecture(config.model, stored, path)}
     for name, theirs in _STORED.items():
@@ -125,13 +125,13 @@ def with_checkpoint(config: RunConfig) -> RunConfig:
 def _stored_config(path: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
-    except (ValueError, KeyError) as error:  # a kind of model that transformers does not know either
+    except (ValueError, KeyError) as error:  # transformers does not know this kind of model
         why = str(error).strip().splitlines() or [type(error).__name__]
         return reject("model.init_from", f"{path!r}, which cannot be read ({why[0]})", _ACCEPTED)
 
 
 def _architecture(config: ModelConfig, stored: PreTrainedConfig, path: str) -> str:
-    """That of the checkpoint; a stock model that stays dense may be of any kind."""
+    """The checkpoint's architecture; a stock model that stays dense may have any."""
     kind = stored.model_type.removesuffix("_sparse_relu")
     if kind not in ARCHITECTURES:
         if config.dense:
@@ -143,11 +143,11 @@ def _architecture(config: ModelConfig, stored: PreTrainedConfig, path: str) -> s
 
 
 def _check_blocks(config: ModelConfig, stored: PreTrainedConfig, path: str) -> None:
-    """Activation and gate of the feed-forward blocks."""
+    """Refuse an activation or gate that the checkpoint does not have."""
     if config.dense:
         if stored.hidden_act != config.activation:
             reject("model.activation", repr(config.activation), f"{stored.hidden_act!r}, as {path} has it")
-    elif not hasattr(stored, "sparsity_activation"):  # its activation is about to be swapped
+    elif not hasattr(stored, "sparsity_activation"):  # a dense model, whose activation will be swapped
         if not config.gated:
             reject("model.gated", False, f"true, as {path} has it")
     else:

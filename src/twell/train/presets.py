@@ -1,4 +1,4 @@
-"""Named runs for `twell train --preset NAME`: each a dictionary of settings over the defaults."""
+"""Named runs for `twell train --preset NAME`: settings that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Settings = dict[str, Any]
 
 
 def tiny() -> Settings:
-    """A few minutes on two CPU cores, on the source of Python's standard library."""
+    """A few minutes on two CPU cores, with the source of Python's standard library."""
     return {
         "model": {
             "hidden_size": 256,
@@ -102,9 +102,9 @@ def _paper(layers: int, steps: int) -> Settings:
 
 
 def relufy() -> Settings:
-    """A dense (SiLU) checkpoint becomes sparse: its activation is swapped, training goes on, L1 rises.
+    """Make a dense (SiLU) checkpoint sparse: swap its activation and train on while L1 rises.
 
-    Needs model.init_from and data.source: text of the kind that the checkpoint was trained on.
+    Needs model.init_from, and data.source with the kind of text that the checkpoint was trained on.
     """
     return {
         "data": {"source": "", "sequence_length": 512},
@@ -133,7 +133,7 @@ PRESETS: dict[str, Callable[[], Settings]] = {
 
 
 def without_sizes(settings: Settings) -> Settings:
-    """A preset for a model that comes from a checkpoint, with its own sizes."""
+    """A preset for a model from a checkpoint, which has its own sizes."""
     return {key: value for key, value in settings.items() if key != "model"}
 
 

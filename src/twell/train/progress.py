@@ -1,4 +1,4 @@
-"""What a run shows while it runs, on the first process."""
+"""The progress bar of a run, on its first process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import TrainerCallback
 
 
 def dead_of(logs: Mapping[str, float], prefix: str = "") -> str:
-    """The share of dead neurons, with the tokens it was counted over: another number gives another share."""
+    """The share of dead neurons, with the window it was counted in: the share depends on the window."""
     return f"dead {logs[f'{prefix}dead']:.1%} in {logs[f'{prefix}dead_window']:,} tokens"
 
 
 class ProgressBar(TrainerCallback):
-    """A bar with loss, active and dead neurons, tokens per second, time left; lines without a terminal."""
+    """Loss, active and dead neurons, tokens per second and time left: a bar, or lines without a terminal."""
 
     def __init__(self, tokens_per_step: int, console: Console) -> None:
         self.tokens_per_step, self.console = tokens_per_step, console
@@ -63,10 +63,10 @@ class ProgressBar(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Also when training ends by an error: a live bar would hide it."""
+        """Remove the bar, also after an error, which a live bar would hide."""
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
 
     def _say(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # one line in a file
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)  # stays one line in a file

@@ -1,8 +1,9 @@
-"""The sparsity recipe as a trainer callback: the L1 schedule, firing statistics, revival of dead neurons."""
+"""The sparsity recipe: the L1 schedule, firing statistics and the revival of dead neurons during training."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,32 @@ from transformers import TrainerCallback
 from .._checks import reject
 from ..hf import sparse_mlps
 from .config import RunConfig
-from .firing import FiringTracker
-from .processes import is_first, sum_over_all
-from .revival import revive
-from .schedule import L1Schedule
-from .seeds import generator_of
+from .distributed import generator_of, is_first, sum_over_all
+from .neurons import FiringTracker, revive
 
 STATE_FILE = "sparsity.safetensors"
 
 
-class Recipe(TrainerCallback):
-    """Sets the L1 weight before every step, counts who fires, revives dead neurons after steps.
+@dataclass(frozen=True, kw_only=True)
+class L1Schedule:
+    """The weight of the L1 penalty: 0 until step `start`, a linear ramp, `weight` from step `end` on."""
 
-    Stock dense models have no neurons to look after: for them only the cross-entropy is kept.
+    weight: float
+    start: int = 0
+    end: int = 0
+
+    def __call__(self, step: int) -> float:
+        if step >= self.end:
+            return self.weight
+        if step <= self.start:
+            return 0.0
+        return self.weight * (step - self.start) / (self.end - self.start)
+
+
+class Recipe(TrainerCallback):
+    """Sets the L1 weight before every step, counts firing neurons and revives dead ones after it.
+
+    Stock dense models have no sparse layers: for them it only averages the loss.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module) -> None:
@@ -43,13 +57,13 @@ class Recipe(TrainerCallback):
         self._sums: Tensor | None = None
 
     def prepare(self, device: torch.device) -> None:
-        """Before training; again with every `train()`."""
+        """Start counting at zero. Call it before every `train()`."""
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
         if self.layers:
             self.tracker = FiringTracker([mlp.intermediate_size for mlp in self.layers], device)
 
     def note(self, outputs: Mapping[str, Any], labels: Tensor, num_items: Tensor | int | None) -> None:
-        """What a micro-batch of training gave on this process."""
+        """Count a micro-batch of training on this process."""
         counted = (labels[..., 1:] != -100).sum()
         loss = outputs.get("ce_loss")
         loss = outputs["loss"] if loss is None else loss
@@ -63,7 +77,7 @@ class Recipe(TrainerCallback):
             self.tracker.add(outputs["firing"], labels.numel())
 
     def report(self) -> dict[str, float]:
-        """Means since the last report, over all processes: call it on every one."""
+        """Means since the last report, over all processes. Call it on every process."""
         penalised, total, tokens, l1, batches = sum_over_all(self._sums.clone()).tolist()
         self._sums.zero_()
         found = {"loss": penalised / tokens, "ce_loss": total / tokens} if tokens else {}
@@ -80,7 +94,7 @@ class Recipe(TrainerCallback):
         return found
 
     def on_train_begin(self, args, state, control, **kwargs):
-        # A resumed run takes these from its checkpoint, whatever it is told now.
+        # transformers restores the intervals of the checkpoint; the run's settings decide.
         state.compute_steps(args, state.max_steps)
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -114,7 +128,7 @@ class Recipe(TrainerCallback):
             self.revived += neurons.numel()
 
     def save(self, folder: Path, first: bool) -> None:
-        """Call it on every process; the first writes."""
+        """Write the state to `folder` on the first process. Call it on every process."""
         state = {"sums": sum_over_all(self._sums.clone()).cpu(), "revived": torch.tensor(self.revived)}
         if self.tracker is not None:
             state |= self.tracker.state_dict()
@@ -126,6 +140,6 @@ class Recipe(TrainerCallback):
         self.revived = int(state.pop("revived"))
         sums = state.pop("sums")
         if is_first():
-            self._sums.copy_(sums)  # of all processes together
+            self._sums.copy_(sums)  # once: they are the sums over all processes
         if self.tracker is not None:
             self.tracker.load_state_dict(state)

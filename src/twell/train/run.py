@@ -1,18 +1,17 @@
-"""A training run from its config to its directory.
+"""A training run, from its config to its folder.
 
 config.yaml     the resolved settings
-data.json       what its data was
-choices.json    the measurements of the CPU that its automatic plans go by
+data.json       which data it uses
+choices.json    the measurements of the CPU that its automatic plans use
 metrics.jsonl   every log and evaluation
 checkpoint-N/   model, optimiser, schedule, random state, firing statistics, manifest
-model/          the trained model and its tokenizer, once the run is through
-summary.json    what came out
+model/          the trained model and its tokenizer, at the end
+summary.json    the results, at the end
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,30 +25,33 @@ from transformers.utils import logging as transformers_logging
 
 from .. import hf
 from .._checks import reject
+from .._files import needs_space, read_json_object, remove, remove_leftovers, replace_folder, write_json
 from .._log import log_once
 from .._processor import make_products_safe
 from ..kernels.cpu.probe import choices_kept_in
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
-from .disk import read_object, saving, write_json
-from .folder import CHOICES, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
+from .distributed import is_first
 from .interrupt import SaveOnInterrupt
-from .metrics import MetricsFile, read_metrics
+from .metrics import MetricsFile, check_reporters, read_metrics
 from .model import build_model, with_checkpoint
-from .processes import is_first
 from .progress import ProgressBar
-from .reporters import check_reporters
+from .run_folder import CHOICES, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .trainer import SparseTrainer
 
-# The penalty's gradient flows through what a checkpoint computes again.
+# The penalty's gradient flows through recomputed activations: reentrant checkpoints would lose it.
 _CHECKPOINTS = {"use_reentrant": False}
 _FULL_GRAPH, _FSDP = "ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_USE_FSDP"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """finished: False if it was interrupted; it can be resumed then. summary: as in summary.json."""
+    """What `train` returns.
+
+    finished:  False if the run was interrupted; it can be resumed.
+    summary:   as in summary.json; of an interrupted run only the step.
+    """
 
     folder: Path
     finished: bool
@@ -64,31 +66,32 @@ def train(
     verify: bool = False,
     console: Console | None = None,
 ) -> RunResult:
-    """Train in `folder`; with `resume` go on from its newest whole checkpoint, or from the start without one.
+    """Train in `folder`.
 
-    Run it in one process, or in each of several that torchrun or `accelerate launch` have started.
-    verify:  check the contents of all token files, not only of those that are new or have changed.
+    Call it in one process, or in each process that torchrun or `accelerate launch` has started.
+    resume:  continue from the newest whole checkpoint in `folder`, or from the start without one.
+    verify:  check the contents of all token files, not only of new and changed ones.
     """
     console = console or Console()
     if config.train.precision != "float32":
         make_products_safe()
     config = with_absolute_paths(config)
     check_reporters(config.train.report)
-    if config.model.init_from is not None and not resume:  # what is resumed has its sizes already
+    if config.model.init_from is not None and not resume:  # a resumed run has its sizes already
         config = with_checkpoint(config)
     with claimed(config, folder, resume=resume, first=is_first()):
         if resume and (stored := _finished(config, folder)) is not None:
             return RunResult(folder=folder, finished=True, summary=stored)
-        # Which way a product takes shows in the last bits: a run goes by the same measurements to its end.
+        # Measurements choose the path of a product, which shows in the last bits: a run keeps its own.
         with choices_kept_in(folder / CHOICES, write=is_first()):
             return _train(config, folder, resume, verify, console)
 
 
 def _finished(config: RunConfig, folder: Path) -> dict[str, Any] | None:
-    """The summary of a run that is through."""
+    """The summary of a finished run; None if it is not finished."""
     if not (folder / MODEL / "config.json").exists():
         return None
-    summary = read_object(folder / SUMMARY)
+    summary = read_json_object(folder / SUMMARY)
     return summary if summary is not None and summary.get("steps") == config.train.steps else None
 
 
@@ -98,7 +101,7 @@ def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console:
     data = prepare(config.data, quiet=not first, verify=verify)
     check_data(folder, data, config.data.source, resume=resume, first=first)
     if data.held_out is None:
-        arguments.eval_strategy = IntervalStrategy.NO  # `prepare` has said why
+        arguments.eval_strategy = IntervalStrategy.NO  # `prepare` has logged why
     if first:
         _warn(config)
         _introduce(config, data, console)
@@ -114,7 +117,7 @@ def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console:
         model.gradient_checkpointing_enable(_CHECKPOINTS)
         hf.compile_inside_checkpoints(model, backend=arguments.torch_compile_backend)
     elif config.train.compile and config.train.checkpointing:
-        # Checkpointed blocks note their statistics when they are computed again, too: nobody reads those.
+        # Recomputed blocks would note their statistics a second time, which nobody reads.
         torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -139,7 +142,7 @@ def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console:
         where = "the start: it has no whole checkpoint" if checkpoint is None else checkpoint.name
         console.print(f"resuming from {where}", highlight=False, markup=False)
     try:
-        with interrupt:  # not before: tokenising ends at once
+        with interrupt:  # not earlier: Ctrl-C should end tokenising at once
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         progress.close()
@@ -188,13 +191,13 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         eval_steps=train.eval_every or None,
         save_strategy="steps",
         save_steps=train.save_every or train.steps,
-        save_total_limit=None,  # `SparseTrainer` drops old ones once a newer one is whole
+        save_total_limit=None,  # `SparseTrainer` drops old ones when a newer one is whole
         logging_steps=train.log_every,
-        logging_nan_inf_filter=False,  # it waits for the device in every step
+        logging_nan_inf_filter=False,  # would wait for the device in every step
         report_to=list(train.report) or "none",
         seed=train.seed,
         dataloader_num_workers=train.workers,
-        dataloader_drop_last=False,  # training has whole batches only; a small evaluation set may not
+        dataloader_drop_last=False,  # training has whole batches anyway, a small evaluation set may not
         dataloader_pin_memory=cuda,
         ddp_find_unused_parameters=False,
         remove_unused_columns=False,
@@ -203,23 +206,23 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         use_cpu=not cuda,
     )
     if arguments.n_gpu > 1:
-        # transformers would split batches over all of them in this process, and multiply the batch.
+        # transformers would use all of them in this process, and multiply the batch.
         log_once(f"training on one of {arguments.n_gpu} GPUs; start it with torchrun to use more")
         arguments._n_gpu = 1
     return arguments
 
 
 def blocks_leave_graphs(config: RunConfig) -> bool:
-    """Whether blocks decide between compiled graphs. A break in a checkpoint would leave it uncompiled."""
+    """Whether blocks decide outside of compiled graphs. A graph break would leave a checkpoint uncompiled."""
     inside = compiles_inside_checkpoints(config)
     return config.train.compile and (inside or not config.train.checkpointing) and not _is_set(_FULL_GRAPH)
 
 
 def compiles_inside_checkpoints(config: RunConfig) -> bool:
-    """Whether layers are compiled one by one inside their checkpoints, so that their blocks may decide."""
+    """Whether layers are compiled one by one inside their checkpoints, so that blocks can decide."""
     train = config.train
     decides = not config.model.dense and (config.model.plan or "auto").startswith("auto")
-    # Sharded layers gather their weights in hooks that a compiled call would have to see through.
+    # Sharded layers gather their weights in hooks, which a compiled call would have to trace.
     return train.compile and train.checkpointing and decides and not (_is_set(_FULL_GRAPH) or _is_set(_FSDP))
 
 
@@ -228,7 +231,7 @@ def _is_set(variable: str) -> bool:
 
 
 def _introduce(config: RunConfig, data: Prepared, console: Console) -> None:
-    """What is about to happen, in one line."""
+    """Print the data and the length of the run in one line."""
     source = ", ".join(config.data.sources)
     held_out = f"{data.held_out_tokens:,} held out" if data.held_out is not None else "none held out"
     console.print(
@@ -241,10 +244,12 @@ def _introduce(config: RunConfig, data: Prepared, console: Console) -> None:
 
 
 def _warn(config: RunConfig) -> None:
-    """Of settings that are allowed and probably not meant."""
+    """Warn of settings that are allowed and probably a mistake."""
     steps, recipe = config.train.steps, config.recipe
     if config.model.dense and recipe.l1:
-        log_once(f"model.activation = {config.model.activation!r} has no zeros: a stock model, without L1")
+        log_once(
+            f"model.activation = {config.model.activation!r} has no zeros: a stock model, trained without L1"
+        )
     compiled = config.train.compile and config.train.checkpointing and not config.model.dense
     if compiled and not compiles_inside_checkpoints(config) and config.model.plan is None:
         log_once("train.checkpointing keeps blocks inside compiled graphs: automatic plans train dense there")
@@ -257,33 +262,29 @@ def _warn(config: RunConfig) -> None:
 
 
 def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepared) -> RunResult:
-    """Evaluate, save the model, sum up."""
+    """Evaluate, save the model, write the summary."""
     trainer.check_weights()
     evaluated = _last_evaluation(trainer)
     if not evaluated and data.held_out is not None:
         evaluated = trainer.evaluate()
     target, temporary = folder / MODEL, folder / f".{MODEL}.part"
     if trainer.is_world_process_zero():
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove(temporary)
+        remove_leftovers(target)
     trainer.accelerator.wait_for_everyone()
-    again = f"free some, then: twell train --resume {folder}"
-    with saving(temporary, "the model", lambda: again):
+    advice = f"free some, then: twell train --resume {folder}"
+    with needs_space("the model", discard=temporary, advice=advice):
         trainer.save_model(str(temporary))
     summary = _summary(trainer, config, folder, data, evaluated)
     if trainer.is_world_process_zero():
-        old = folder / f".{MODEL}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        if target.exists():
-            target.rename(old)
-        temporary.replace(target)
-        shutil.rmtree(old, ignore_errors=True)
+        replace_folder(temporary, target)
         write_json(folder / SUMMARY, summary)
     trainer.accelerator.wait_for_everyone()
     return RunResult(folder=folder, finished=True, summary=summary)
 
 
 def _last_evaluation(trainer: SparseTrainer) -> dict[str, float]:
-    """Of the last step, if there was one."""
+    """The evaluation of the last step; empty if there was none."""
     history = trainer.state.log_history
     found = [line for line in history if "eval_loss" in line and line["step"] == trainer.state.global_step]
     return found[-1] if found else {}

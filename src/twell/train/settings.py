@@ -1,4 +1,4 @@
-"""`RunConfig` from dictionaries, YAML files and `key=value` arguments; says which name was meant."""
+"""`RunConfig` from YAML files and `key=value` arguments, and back; a wrong name gets a suggestion."""
 
 from __future__ import annotations
 
@@ -15,36 +15,30 @@ import yaml
 from .._checks import reject
 from .config import RunConfig
 
-_SECTIONS = {f.name: f for f in dataclasses.fields(RunConfig)}
-
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
-    """A `RunConfig` from nested dictionaries; what is not named keeps its default."""
-    hints = typing.get_type_hints(RunConfig)
-    values: dict[str, Any] = {}
-    for name, value in settings.items():
-        name = str(name)
-        if name not in _SECTIONS:
-            reject("setting", repr(name), _accepted(name, _SECTIONS))
-        if not dataclasses.is_dataclass(hints[name]):
-            values[name] = _converted(name, value, hints[name])
-            continue
-        if not isinstance(value, Mapping):
-            reject(name, repr(value), "a section of settings")
-        values[name] = _section(name, hints[name], value)
-    return RunConfig(**values)
+    """A `RunConfig` from nested dictionaries; missing keys keep their defaults."""
+    return _built(RunConfig, settings)
 
 
-def _section(name: str, kind: type, settings: Mapping[str, Any]) -> Any:
+def _built(kind: type, settings: Mapping[str, Any], section: str = "") -> Any:
     hints = typing.get_type_hints(kind)
-    unknown = [key for key in settings if key not in hints]
-    if unknown:
-        reject(f"{name}.{unknown[0]}", repr(settings[unknown[0]]), _accepted(str(unknown[0]), hints))
-    return kind(**{key: _converted(f"{name}.{key}", value, hints[key]) for key, value in settings.items()})
+    values: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key not in hints:
+            name, received = (f"{section}.{key}", value) if section else ("setting", str(key))
+            reject(name, repr(received), _accepted(str(key), hints))
+        if not dataclasses.is_dataclass(hints[key]):
+            values[key] = _converted(f"{section}.{key}".lstrip("."), value, hints[key])
+        elif isinstance(value, Mapping):
+            values[key] = _built(hints[key], value, key)
+        else:
+            reject(key, repr(value), "a section of settings")
+    return kind(**values)
 
 
 def _converted(name: str, value: Any, wanted: Any) -> Any:
-    """`value` as the type of its field; YAML reads 1e-3 as text and 1 as an integer."""
+    """`value` in the type of its field: YAML reads 1e-3 as text, and 1 as an integer."""
     options = typing.get_args(wanted) if _is_union(wanted) else (wanted,)
     if value is None and type(None) in options:
         return None
@@ -57,7 +51,7 @@ def _converted(name: str, value: Any, wanted: Any) -> Any:
 
 
 def _as(kind: Any, value: Any) -> Any:
-    """None if it does not fit."""
+    """`value` as a `kind`; None if it is not one."""
     if typing.get_origin(kind) is tuple:
         inner = typing.get_args(kind)[0]
         if isinstance(value, str):
@@ -96,7 +90,7 @@ def _accepted(name: str, names: Mapping[str, Any]) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file."""
+    """Read settings from a YAML file."""
     if not path.is_file():
         reject("config", str(path), "a YAML file that exists")
     try:
@@ -111,7 +105,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def with_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Settings with `section.key=value` arguments laid over; a key without section is looked up in all."""
+    """Settings with `section.key=value` arguments on top; a key of only one section needs no section."""
     merged = {k: dict(v) if isinstance(v, Mapping) else v for k, v in settings.items()}
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -128,7 +122,7 @@ def with_overrides(settings: Mapping[str, Any], overrides: Sequence[str]) -> dic
 
 
 def _place(key: str) -> tuple[str, str]:
-    """The section and name that `key` stands for."""
+    """The section and name of `key`."""
     hints = typing.get_type_hints(RunConfig)
     sections = {n: typing.get_type_hints(k) for n, k in hints.items() if dataclasses.is_dataclass(k)}
     section, dot, name = key.partition(".")
@@ -147,12 +141,12 @@ def _place(key: str) -> tuple[str, str]:
         reject("override", repr(key), f"a setting, section.key{hint}")
     if len(found) > 1:
         names = " or ".join(f"{section}.{name}" for section, name in found)
-        reject("override", repr(key), f"{names}: it is in more than one section")
+        reject("override", repr(key), f"{names}: more than one section has it")
     return found[0]
 
 
 def to_yaml(config: RunConfig) -> str:
-    """The whole of it, as YAML that `read_settings` reads back."""
+    """Every setting, as YAML that `read_settings` reads back."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):

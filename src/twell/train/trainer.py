@@ -1,4 +1,4 @@
-"""transformers' `Trainer` with sparsity: what the recipe has to see, whole checkpoints, one order."""
+"""transformers' `Trainer` with the sparsity recipe, checked checkpoints and a fixed order of the data."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from transformers import PreTrainedModel, Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from .._checks import reject
+from .._files import needs_space
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
 from .data import RunOrder
-from .disk import saving
-from .firing import FiringTracker
+from .distributed import any_of_all, sum_over_all, wait_for_all
 from .interrupt import outlive_signals
 from .metrics import Pace
-from .processes import any_of_all, sum_over_all, wait_for_all
+from .neurons import FiringTracker
 from .recipe import Recipe
 
 
@@ -31,9 +31,9 @@ class SparseTrainer(Trainer):
     """`Trainer` for causal language models with or without sparse layers.
 
     Logs gain `ce_loss`, tokens per second and peak memory, and for sparse models `l1_loss`, `nnz` and `dead`
-    (means over layers, and by layer; dead in the last `dead_window` tokens, evaluations count over all of
-    theirs); the loss of an evaluation is the cross-entropy alone. Checkpoints hold the recipe's state and a
-    manifest.
+    (means over layers, and by layer). A neuron is dead if it was silent in the last `dead_window` tokens, in
+    an evaluation in all of its tokens. The loss of an evaluation is the cross-entropy alone. Checkpoints hold
+    the recipe's state and a manifest.
     """
 
     def __init__(self, model: PreTrainedModel, *arguments: Any, run: RunConfig, **options: Any) -> None:
@@ -66,7 +66,7 @@ class SparseTrainer(Trainer):
         return loader
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # transformers multiplies by the number of processes in place, in the outputs too, which we read.
+        # transformers would multiply by the number of processes in place, and so change the outputs we read.
         average, self.args.average_tokens_across_devices = self.args.average_tokens_across_devices, False
         try:
             loss, outputs = super().compute_loss(
@@ -75,14 +75,14 @@ class SparseTrainer(Trainer):
         finally:
             self.args.average_tokens_across_devices = average
         if average and self.model_accepts_loss_kwargs and num_items_in_batch is not None:
-            # Gradients are averaged over processes; `num_items_in_batch` counts those of all.
+            # Gradients are averaged over processes; `num_items_in_batch` counts the items of all.
             loss = loss * self.accelerator.num_processes
         items = num_items_in_batch if self.model_accepts_loss_kwargs else None
         self.recipe.note(outputs, inputs["labels"], items)
         return (loss, outputs) if return_outputs else loss
 
     def evaluation_loop(self, dataloader, *_arguments: Any, metric_key_prefix: str = "eval", **_options: Any):
-        """Every sequence counts once, however many processes there are: transformers' loop pads."""
+        """Count every sequence once, with any number of processes: transformers' loop pads."""
         tracker = None
         if self.recipe.layers:
             tracker = FiringTracker([mlp.intermediate_size for mlp in self.recipe.layers], self.args.device)
@@ -97,7 +97,7 @@ class SparseTrainer(Trainer):
         mine = range(self.args.process_index, len(dataset), world)
         sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         self.model.eval()
-        # As many calls on every process: sharded weights are gathered in each.
+        # Every process makes the same number of calls, since each call gathers sharded weights.
         for start in range(0, -(-len(dataset) // world), batch):
             places = mine[start : start + batch]
             items = [dataset[place] for place in places or [0]]
@@ -137,7 +137,7 @@ class SparseTrainer(Trainer):
 
     @torch.no_grad()
     def check_weights(self) -> None:
-        """On every process: weights that are not finite must not take the place of some that are."""
+        """Raise if any weight is not finite: they must not replace good ones. Call it on every process."""
         finite = [_local(parameter).isfinite().all() for parameter in self.model.parameters()]
         if any_of_all(~torch.stack(finite).all()):
             self.say_diverged("weights are not finite")
@@ -145,25 +145,26 @@ class SparseTrainer(Trainer):
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         self.check_weights()
-        with saving(folder, f"step {self.state.global_step}", self._what_is_saved):
+        what = f"the checkpoint of step {self.state.global_step}"
+        with needs_space(what, discard=folder, advice=self._what_is_saved):
             super()._save_checkpoint(*arguments, **options)
             self.recipe.save(folder, self.args.should_save)
-            wait_for_all()  # files of every process are there before the manifest says so
+            wait_for_all()  # the manifest lists the files of every process
             if self.args.should_save:
                 write_manifest(folder)
                 drop_old(Path(self.args.output_dir), self.run_config.train.keep)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole weights, also where FSDP keeps checkpoints in shards."""
+        """Save whole weights, also under FSDP, whose checkpoints are sharded."""
         if _internal_call or not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
             return
-        state = self.accelerator.get_state_dict(self.model)  # from every process
+        state = self.accelerator.get_state_dict(self.model)  # every process takes part
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
 
     def _save(self, *arguments: Any, **options: Any) -> None:
-        """With the config that the model came with: transformers turns its cache off for training."""
+        """Save the model's own `use_cache`: transformers turns it off for training."""
         config = self.recipe.model.config
         now, config.use_cache = config.use_cache, self._stored_use_cache
         try:
@@ -173,15 +174,15 @@ class SparseTrainer(Trainer):
 
 
 def adapt_fsdp(plugin: FullyShardedDataParallelPlugin, revive_every: int) -> None:
-    """Before the model is sharded."""
+    """Make FSDP fit a sparse run. Call it before the model is sharded."""
     if plugin.fsdp_version == 1 and revive_every:
         reject("recipe.revive_every", revive_every, "0 under FSDP 1, which hides weights; or FSDP 2")
     policy = plugin.mixed_precision_policy
     if getattr(policy, "output_dtype", None) is not None:
-        # accelerate lets FSDP 2 round all that a model returns to 16 bits, losses included.
+        # accelerate makes FSDP 2 round everything a model returns to 16 bits, losses included.
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it."""
+    """The part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -137,14 +138,22 @@ class TestKeeping:
 
     def test_a_measurement_may_need_another(self, monkeypatch):
         """Without waiting for its own lock."""
-        monkeypatch.setattr(probe, "_LOCK_SECONDS", 0)  # a wait would end at once, and show
-        monkeypatch.setattr(probe, "Timeout", ())
+        locked, states = probe.locked, []
+
+        @contextmanager
+        def noted(path, *, wait):
+            with locked(path, wait=0) as state:
+                states.append(state)
+                yield state
+
+        monkeypatch.setattr(probe, "locked", noted)
         inner = Tries(0.5)
 
         def outer() -> float:
             return 2 * probe.measured("inner", inner, otherwise=0.0)
 
         assert probe.measured("outer", outer, otherwise=0.0) == 1.0
+        assert states == ["held"]
         assert probe.kept_measurements() == {"inner": 0.5, "outer": 1.0}
 
     @pytest.mark.parametrize("content", ["[" * 100_000, '{"MACHINE": {"a": 1' + "0" * 400 + "}}"])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-import signal
 import time
 
 import numpy as np
@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from twell import _log
-from twell.train.data import DataConfig, cache, prepare, shards
-from twell.train.data.shards import TokenWriter
+from twell import _files, _log
+from twell.train.data import DataConfig, prepare, token_files
+from twell.train.data.token_files import TokenWriter
 
 from .corpora import process_context, small, stored, text, write_corpus
 
@@ -30,13 +30,13 @@ def config(tmp_path) -> DataConfig:
 def built(monkeypatch) -> list[str]:
     """Grows by one entry whenever a corpus is tokenised."""
     calls = []
-    original = shards.write_shards
+    original = token_files.write_token_files
 
     def counted(folder, *args, **kwargs):
         calls.append(str(folder))
         original(folder, *args, **kwargs)
 
-    monkeypatch.setattr(shards, "write_shards", counted)
+    monkeypatch.setattr(token_files, "write_token_files", counted)
     return calls
 
 
@@ -90,7 +90,7 @@ def test_max_tokens(config):
 
 def test_batches_do_not_show(config, tmp_path, monkeypatch):
     whole = prepare(config, quiet=True)
-    monkeypatch.setattr(shards, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(token_files, "BATCH_DOCUMENTS", 3)
     other = prepare(small(config.source, tmp_path / "elsewhere"), quiet=True)
     assert np.array_equal(stored(other, "train"), stored(whole, "train"))
     assert np.array_equal(stored(other, "held_out"), stored(whole, "held_out"))
@@ -130,7 +130,9 @@ def test_a_full_disk_is_explained(config, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TokenWriter, "add", add)
-    with pytest.raises(OSError, match=r"no space left in .*tokens: free some, or set data\.cache") as caught:
+    with pytest.raises(
+        OSError, match=r"no space left to write .*tokens.*; free some, or set data\.cache"
+    ) as caught:
         prepare(config, quiet=True)
     assert caught.value.errno == errno.ENOSPC
     assert left_behind(config) == []
@@ -167,14 +169,14 @@ def test_damage_is_named_and_repaired(config, built, caplog, monkeypatch, damage
 
 def _prepare_in_process(config, start, results):
     builds = []
-    original = shards.write_shards
+    original = token_files.write_token_files
 
     def slow(folder, *args, **kwargs):
         builds.append(folder)
         time.sleep(0.5)
         original(folder, *args, **kwargs)
 
-    shards.write_shards = slow
+    token_files.write_token_files = slow
     start.wait()
     prepared = prepare(config, quiet=True, verify=True)
     results.put((str(prepared.folder), prepared.train_tokens, len(builds)))
@@ -195,7 +197,11 @@ def _run_two(config, *, locks: bool):
 
 
 def _prepare_without_locks(config, start, results):
-    cache.fcntl = None
+    @contextlib.contextmanager
+    def unavailable(path, **_options):
+        yield "unavailable"
+
+    _files.locked = unavailable
     _prepare_in_process(config, start, results)
 
 
@@ -207,36 +213,6 @@ def test_two_processes_share_one_folder(config, locks):
         assert sorted(builds for *_, builds in answers) == [0, 1]
     folders = [path for path in (config.cache_folder / "tokens").iterdir() if path.is_dir()]
     assert [str(path) for path in folders] == [answers[0][0]]
-
-
-def _build_for_ever(folder):
-    def build(into):
-        (into / "half").write_text("half")
-        time.sleep(60)
-
-    cache.open_or_build(folder, lambda path: path, build)
-
-
-@pytest.mark.skipif(cache.fcntl is None, reason="needs file locks")
-def test_a_killed_process_blocks_nobody(tmp_path):
-    folder = tmp_path / "target"
-    process = process_context().Process(target=_build_for_ever, args=(folder,))
-    process.start()
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.glob(".target.*/half")):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
-    assert not folder.exists()
-    cache.open_or_build(folder, lambda path: path, lambda into: (into / "whole").write_text("whole"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["target", "target.lock"]
-    assert [path.name for path in folder.iterdir()] == ["whole"]
-
-
-def test_the_key_tells_parts_apart():
-    assert cache.key(["a", "b"]) != cache.key(["ab"]) != cache.key("ab")
-    assert cache.key({"b": 1, "a": 2}) == cache.key({"a": 2, "b": 1})
 
 
 def test_a_prepared_folder_can_be_carried_elsewhere(config, built, tmp_path):

@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from twell import _log
-from twell.train.data import DataConfig, documents, files
+from twell.train.data import DataConfig, documents, readers
 
 TEXTS = ["first document\nwith two lines", "zweites, mit Umlaut: ä", "third 🙂\r\n"]
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
@@ -50,7 +50,7 @@ def test_text(tmp_path, packed):
 @pytest.mark.parametrize("packed", OPENERS)
 @pytest.mark.parametrize("block", [1, 5, 1 << 20])
 def test_nul_separates_documents(tmp_path, packed, block, monkeypatch):
-    monkeypatch.setattr(files, "BLOCK_BYTES", block)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", block)
     path = write(tmp_path / f"a.txt{packed}", "\0".join(["", *TEXTS, " \n", ""]).encode())
     assert read(path) == TEXTS
 
@@ -59,7 +59,7 @@ def test_a_large_file_is_streamed(tmp_path):
     data = b"".join(b"document %d %s\0" % (i, b"x" * 5000) for i in range(2000))
     path = write(tmp_path / "large.txt.xz", data)
     read_so_far = []
-    original = files._blocks
+    original = readers._blocks
 
     def counted(file):
         for block in original(file):
@@ -67,10 +67,10 @@ def test_a_large_file_is_streamed(tmp_path):
             yield block
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "_blocks", counted)
+        patch.setattr(readers, "_blocks", counted)
         first = list(itertools.islice(documents(DataConfig(source=str(path))), 3))
     assert [text.split()[1] for text in first] == ["0", "1", "2"]
-    assert sum(read_so_far) <= files.BLOCK_BYTES < len(data)
+    assert sum(read_so_far) <= readers.BLOCK_BYTES < len(data)
 
 
 @pytest.mark.parametrize("packed", OPENERS)
@@ -125,14 +125,14 @@ def test_latin_letters_of_another_code_are_replaced(tmp_path):
     assert read(path) == ["sch\ufffdne Gr\ufffd\ufffde aus K\ufffdln, wo B\ufffdren wohnen"]
 
 
-def test_what_is_not_text_in_a_folder_is_left_out_and_said(tmp_path, caplog, monkeypatch):
+def test_files_of_a_folder_that_are_not_text_are_skipped_and_logged(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(_log, "_logged", set())
     write(tmp_path / "a.md", b"text")
     write(tmp_path / "b.png", b"\x89PNG\r\n\x1a\n\0\0\0")
     (tmp_path / "c.md.gz").write_bytes(b"no archive")
     assert read(tmp_path) == ["text"]
-    assert caplog.text.count("left out 2 files that are not text") == 1
-    write(tmp_path / "d.txt", random.Random(0).randbytes(1000))  # it says that it is
+    assert caplog.text.count("skipped 2 files that are not text") == 1
+    write(tmp_path / "d.txt", random.Random(0).randbytes(1000))  # its name says text
     with pytest.raises(ValueError, match=r"d\.txt, which is not text"):
         read(tmp_path)
 
@@ -245,4 +245,4 @@ def test_what_lies_beside_records_is_no_data(tmp_path, caplog, monkeypatch):
         (tmp_path / name).write_text("about the data")
     with caplog.at_level("WARNING", logger="twell"):
         assert read(tmp_path) == ["one", "two"]
-    assert "left out 2 files beside the records" in caplog.text
+    assert "skipped 2 files beside the records" in caplog.text

@@ -14,16 +14,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 
 import torch
-from filelock import FileLock, Timeout
 from torch import Tensor
 
-from ..._files import cache_folder, write_atomically
+from ..._files import cache_folder, locked, write_json
 from ..._log import log_once
 from ..._processor import cpu_name, fingerprint
 from ..._version import __version__
@@ -41,13 +39,14 @@ _lock = threading.RLock()  # threads that measure at once would slow each other
 _known: dict[str, float] = {}
 _run_file: Path | None = None
 _forked = False
+_alone = False  # whether this process holds the lock: a measurement may ask for another
 
 
 def _note_fork() -> None:
-    global _forked, _lock, _run_file
-    _forked = True
-    _run_file = None  # only the parent writes it
-    _lock = threading.RLock()  # a thread that does not exist here may hold the parent's
+    global _alone, _forked, _lock, _run_file
+    _alone, _forked = False, True
+    _run_file = None  # it is the parent's to write
+    _lock = threading.RLock()  # the parent's may have been held by a thread that is not here
 
 
 if hasattr(os, "register_at_fork"):
@@ -167,26 +166,20 @@ def _measure_alone(name: str, measure: Callable[[], float]) -> float:
 
 @contextmanager
 def _only_process() -> Iterator[None]:
+    """Keep other processes from measuring meanwhile, if the lock can be had in time."""
+    global _alone
     path = measurements_file()
-    lock = None
-    if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = _lock_of(str(path))
-            lock.acquire(timeout=_LOCK_SECONDS)
-        except (OSError, NotImplementedError, Timeout):  # no folder, no locks, or a process that hangs
-            lock = None
-    try:
+    if path is None or _alone:
         yield
-    finally:
-        if lock is not None:
-            lock.release()
-
-
-@lru_cache(maxsize=8)
-def _lock_of(path: str) -> FileLock:
-    """One object per file: a measurement may need another one, and with two objects would wait for itself."""
-    return FileLock(f"{path}.lock")
+        return
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f"{path.name}.lock"), wait=_LOCK_SECONDS):
+        _alone = True
+        try:
+            yield
+        finally:
+            _alone = False
 
 
 def _learn(name: str, value: float) -> float:
@@ -208,7 +201,7 @@ def _keep(name: str, value: float) -> None:
 def _write(path: Path, content: dict[str, object]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(content, indent=1) + "\n")
+        write_json(path, content)
     except OSError as error:
         log_once(f"measurements of this CPU cannot be kept ({error}): every process measures again")
 

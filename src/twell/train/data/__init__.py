@@ -1,9 +1,8 @@
-"""Training data: text from anywhere, tokenised once, as sequences in an order that can be resumed."""
+"""Training data: text from anywhere, tokenised once, read as sequences in an order that can be resumed."""
 
-from .config import DataConfig
-from .order import EpochOrder, RunOrder
-from .packed import PackedDataset
-from .preparation import Prepared, prepare
+from ..config import DataConfig
+from .prepare import Prepared, prepare
+from .sequences import EpochOrder, PackedDataset, RunOrder
 from .sources import documents
 
 __all__ = [

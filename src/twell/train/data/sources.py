@@ -1,4 +1,4 @@
-"""The documents of a corpus, in an order that does not change, and what identifies them."""
+"""The documents of a corpus, always in the same order, and a fingerprint that changes with them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._checks import reject
+from ..._checks import needed, reject
 from ..._log import log_once
-from . import files
-from .config import DataConfig
-from .optional import needed
+from ..config import DataConfig
+from . import readers
 
 BUILT_IN = "python"
 HUB_PREFIX = "hf:"
@@ -22,15 +21,15 @@ HUB_PREFIX = "hf:"
 NOT_IN_BUILT_IN = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
 )
-"""Folders left out of the built-in corpus: installed packages, test suites, tables of codes, help texts."""
+"""Folders that the built-in corpus skips: installed packages, test suites, code tables, help texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One entry of `DataConfig.source`, found.
+    """One entry of `DataConfig.source`.
 
-    read:         starts reading anew; documents may be empty.
-    fingerprint:  changes whenever the documents may have.
+    read:         reads the documents from the start; some may be empty.
+    fingerprint:  changes whenever the documents may have changed.
     """
 
     read: Callable[[], Iterator[str]]
@@ -38,15 +37,15 @@ class Source:
 
 
 def documents(config: DataConfig) -> Iterator[str]:
-    """The documents that are not empty, valid Unicode, always in the same order.
+    """The documents, without empty ones, as valid Unicode, always in the same order.
 
-    Paths are looked up at once, so that a missing one fails here; reading starts with the iteration.
+    A missing path fails here; reading starts with the iteration.
     """
     return _not_empty([_found(name, config.text_field) for name in config.sources], config)
 
 
 def fingerprint(config: DataConfig) -> list[Any]:
-    """What decides the documents: names, sizes and times of files, names of Hugging Face datasets."""
+    """What identifies the documents: names, sizes and times of files, names of Hugging Face datasets."""
     return [_found(name, config.text_field).fingerprint for name in config.sources]
 
 
@@ -71,7 +70,7 @@ def _not_empty(sources: list[Source], config: DataConfig) -> Iterator[str]:
 
 
 def _valid(text: str) -> str:
-    """`text` with lone surrogates replaced: JSON can spell them, UTF-8 and tokenizers cannot."""
+    """`text` without lone surrogates, which JSON can spell and UTF-8 and tokenizers cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -96,34 +95,34 @@ def _read_whole(paths: list[Path]) -> Iterator[str]:
 
 def _read_all(paths: list[Path], text_field: str) -> Iterator[str]:
     for path in paths:
-        yield from files.read(path, text_field)
+        yield from readers.read(path, text_field)
 
 
 def _paths(name: str) -> list[Path]:
-    """The files that `name`, a file or a folder, stands for."""
+    """The files to read for `name`, a file or a folder."""
     path = Path(name).expanduser()
     if path.is_dir():
         found, left_out = [], []
         for file in _walk(path, skip=frozenset(), wanted=lambda _: True):
-            (found if files.is_wanted(file) else left_out).append(file)
+            (found if readers.is_wanted(file) else left_out).append(file)
         if left_out:
-            log_once(f"{name}: left out {len(left_out)} files that are not text, such as {left_out[0]}")
-        if any(files.has_records(file) for file in found):
-            beside = [file for file in found if not files.is_named_data(file)]
-            found = [file for file in found if files.is_named_data(file)]
+            log_once(f"{name}: skipped {len(left_out)} files that are not text, such as {left_out[0]}")
+        if any(readers.has_records(file) for file in found):
+            beside = [file for file in found if not readers.is_named_data(file)]
+            found = [file for file in found if readers.is_named_data(file)]
             if beside:
-                log_once(f"{name}: left out {len(beside)} files beside the records, such as {beside[0]}")
+                log_once(f"{name}: skipped {len(beside)} files beside the records, such as {beside[0]}")
         if not found:
-            reject("data.source", f"the folder {name}, without a file to read", files.ACCEPTED)
+            reject("data.source", f"the folder {name}, without a file to read", readers.ACCEPTED)
         return found
     if not path.exists():
         reject("data.source", f"{name!r}, which does not exist", "'python', a file, a folder, or 'hf:NAME'")
-    files.require_readable(path)
+    readers.require_readable(path)
     return [path]
 
 
 def _walk(root: Path, *, skip: frozenset[str], wanted: Callable[[Path], bool]) -> list[Path]:
-    """Wanted files below `root`, without hidden ones, sorted by their parts on every system alike."""
+    """Wanted files below `root`, without hidden ones, in the same order on every system."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
@@ -143,7 +142,7 @@ def _hub(name: str, text_field: str) -> Source:
         reject("data.source", repr(name), "'hf:NAME', 'hf:NAME:CONFIG' or 'hf:NAME:CONFIG:SPLIT'")
     dataset, config, split = (*parts, "", "")[:3]
     local = Path(dataset).expanduser()
-    # A local folder can change under the same name; a dataset of the Hub is taken to stay as it is.
+    # A local folder can change under its name; datasets on the Hub are assumed to stay as they are.
     content = [_stat(path) for path in _walk(local, skip=frozenset(), wanted=Path.is_file)]
     if local.is_dir():
         dataset = str(local)
@@ -153,10 +152,10 @@ def _hub(name: str, text_field: str) -> Source:
 
 
 def _read_hub(name: str, dataset: str, config: str, split: str, text_field: str) -> Iterator[str]:
-    datasets = needed("datasets", f"reading {name!r}")
+    datasets = needed("datasets", f"reading {name!r}", extra="train")
     try:
         records = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"data.source: cannot open {name!r}: {error}") from error
     for number, record in enumerate(records, start=1):
-        yield files.text_of(record, text_field, f"{name}, record {number}")
+        yield readers.text_of(record, text_field, f"{name}, record {number}")

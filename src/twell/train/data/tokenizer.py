@@ -1,21 +1,20 @@
-"""The tokenizer of a run: learnt from its corpus, or any fast one of Hugging Face."""
+"""The tokenizer of a run, trained on its corpus or from Hugging Face, and its use on all cores."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..._checks import reject
-from . import cache
-from .config import DataConfig
-from .optional import needed
-from .progress import progress
+from ..._checks import needed, reject
+from ..._files import DamagedError, digest_of, digest_of_json, make_folder, open_or_build
+from ..config import DataConfig
 from .sources import documents, fingerprint
 from .split import VERSION as SPLIT
 from .split import divided
@@ -27,11 +26,12 @@ if TYPE_CHECKING:
 TRAIN = "train"
 END = "<|endoftext|>"
 FORMAT = 1
-"""Part of the cache's key: raise it when the same corpus gives another tokenizer."""
+"""Part of the cache's key: raise it when the same corpus gives a different tokenizer."""
 
 PIECE_CHARACTERS = 1 << 20
-"""A longer document is encoded in pieces, else a single one would need many times its size in memory."""
+"""Longer documents are encoded in pieces: encoding one at once takes many times its size in memory."""
 
+DISK_FULL = "free some, or set data.cache to a folder on another disk"
 _FILE = "tokenizer.json"
 _PARALLEL = "TOKENIZERS_PARALLELISM"
 _set_by_process: int | None = None
@@ -42,24 +42,26 @@ def obtain_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """The tokenizer that `config` asks for, with an end-of-sequence token.
 
-    A trained one comes out of the cache the second time. `content`: the source's fingerprint, where known.
+    A trained one is cached. `content`: the source's fingerprint, if it is known already.
     """
     if config.tokenizer != TRAIN:
         return load_tokenizer(config.tokenizer)
     decisive = (config.text_field, config.vocab_size, config.tokenizer_bytes, config.held_out, config.seed)
     content = fingerprint(config) if content is None else content
-    folder = config.cache_folder / "tokenizers" / cache.key("tokenizer", FORMAT, SPLIT, content, *decisive)
+    key = digest_of_json(["tokenizer", FORMAT, SPLIT, content, *decisive])
+    make_folder(config.cache_folder, "data.cache")
+    folder = config.cache_folder / "tokenizers" / key
 
     def build(into: Path) -> None:
         texts = _training_texts(config)
         train_tokenizer(texts, vocab_size=config.vocab_size, quiet=quiet).save(str(into / _FILE))
 
-    return wrapped(cache.open_or_build(folder, _open, build))
+    return wrapped(open_or_build(folder, _open, build, advice=DISK_FULL))
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int, quiet: bool = True) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens; equal texts give an equal tokenizer."""
-    tokenizers = needed("tokenizers", "training a tokenizer")
+    """A byte-level BPE of at most `vocab_size` tokens; equal texts give equal tokenizers."""
+    tokenizers = needed("tokenizers", "training a tokenizer", extra="train")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
@@ -85,7 +87,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, quiet: bool = True
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """A Hugging Face tokenizer by name or folder."""
-    transformers = needed("transformers", f"the tokenizer {name!r}")
+    transformers = needed("transformers", f"the tokenizer {name!r}", extra="train")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(os.path.expanduser(name))
     except (OSError, ValueError) as error:
@@ -106,22 +108,22 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
 
 def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A trained tokenizer for transformers, exact in both directions."""
-    transformers = needed("transformers", "a trained tokenizer")
+    """A trained tokenizer for transformers; decoding gives back the exact text."""
+    transformers = needed("transformers", "a trained tokenizer", extra="train")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END, eos_token=END, clean_up_tokenization_spaces=False
     )
 
 
 class Encoder:
-    """Documents to token ids, each followed by the end-of-sequence token.
+    """Turns documents into token ids, each with an end-of-sequence token after it.
 
     Text that spells a special token is encoded as text: a document cannot end itself.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        tokenizers = needed("tokenizers", "encoding text")
-        # A copy, since the settings below must not change the caller's.
+        tokenizers = needed("tokenizers", "encoding text", extra="train")
+        # A copy: the settings below must not change the caller's tokenizer.
         self._tokenizer = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
@@ -133,12 +135,11 @@ class Encoder:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with anything that changes the ids."""
-        content = f"{self._end}\0{self._tokenizer.to_str()}"
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        """Changes whenever the ids may change."""
+        return digest_of(f"{self._end}\0{self._tokenizer.to_str()}".encode())
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """One array [tokens] of `dtype` per text, its end included."""
+        """One array [tokens] of `dtype` per text, with its end token."""
         pieces = [_pieces(text) for text in texts]
         flat = [piece for of_one in pieces for piece in of_one]
         encoded = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
@@ -151,11 +152,11 @@ class Encoder:
 
 @contextlib.contextmanager
 def parallel_encoding() -> Iterator[None]:
-    """Let `tokenizers` use all cores inside the block, and be still about it afterwards.
+    """Let `tokenizers` use all cores inside the block, without warnings afterwards.
 
     Once it has used threads, `tokenizers` warns in every forked data-loading worker unless its variable is
-    set, so it is set to what those workers get anyway. A user's own setting stands. A forked process must not
-    go back to threads, which it does not have: only the process that set the variable takes it away again.
+    set, so we set it to what workers get anyway. A user's own setting stands. A forked process has no threads
+    to go back to, so only the process that set the variable removes it.
     """
     global _set_by_process
     if _set_by_process == os.getpid():
@@ -168,19 +169,41 @@ def parallel_encoding() -> Iterator[None]:
             _set_by_process = os.getpid()
 
 
+@contextlib.contextmanager
+def progress(description: str, *, total: int | None, quiet: bool) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar on stderr; yields a function that takes how much is done, and a note.
+
+    total:  None if it is unknown.
+    quiet:  show nothing.
+    """
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=quiet,
+    )
+    with bar:
+        task = bar.add_task(description, total=total, note="")
+        yield lambda done, note: bar.update(task, completed=done, note=note)
+        bar.update(task, total=1, completed=1)
+
+
 def _open(folder: Path) -> Tokenizer:
-    tokenizers = needed("tokenizers", "a trained tokenizer")
+    tokenizers = needed("tokenizers", "a trained tokenizer", extra="train")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / _FILE))
     except Exception as error:  # the library raises bare Exceptions
-        raise cache.DamagedError(f"{folder / _FILE} is damaged ({error})") from error
+        raise DamagedError(f"{folder / _FILE} is damaged ({error})") from error
     if tokenizer.token_to_id(END) is None:
-        raise cache.DamagedError(f"{folder / _FILE} is damaged (no {END})")
+        raise DamagedError(f"{folder / _FILE} is damaged (no {END})")
     return tokenizer
 
 
 def _training_texts(config: DataConfig) -> Iterator[str]:
-    """Documents that are not held out, `tokenizer_bytes` of UTF-8 at most; the last one may be cut."""
+    """Documents that are not held out, at most `tokenizer_bytes` of UTF-8; the last one may be cut."""
     left = config.tokenizer_bytes
     for text, _, held_out in divided(documents(config), config.held_out, config.seed):
         if held_out:
@@ -193,7 +216,7 @@ def _training_texts(config: DataConfig) -> Iterator[str]:
 
 
 def _pieces(text: str) -> list[str]:
-    """`text`, cut after line ends where it is long."""
+    """`text`, cut after line ends if it is long."""
     pieces = []
     start = 0
     while len(text) - start > PIECE_CHARACTERS:

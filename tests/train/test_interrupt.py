@@ -1,4 +1,4 @@
-"""Runs that are stopped from outside: twice in a row, or killed with their data loaders."""
+"""Runs stopped by signals: a second Ctrl-C, or a kill that their data loaders survive."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from twell.cli.app import app
 from twell.train.checkpoints import newest_whole, step_of
-from twell.train.data import shards
-from twell.train.folder import claimed
+from twell.train.data import token_files
 from twell.train.run import train
+from twell.train.run_folder import claimed
 from twell.train.settings import to_yaml
 
 from .runs import ROOT, small_run, write_corpus
@@ -55,7 +55,7 @@ def test_a_second_ctrl_c_says_what_is_kept(corpus, tmp_path, monkeypatch):
     assert result.exit_code == 130
     kept = folder / "checkpoint-4"
     assert result.output.splitlines()[-1] == (
-        f"stopped at once; step 4 is saved in {kept}; to go on: twell train --resume {folder}"
+        f"stopped at once; step 4 is saved in {kept}; to continue: twell train --resume {folder}"
     )
     assert newest_whole(folder) == kept
     again = CliRunner().invoke(app, ["train", "--resume", str(folder)])
@@ -68,11 +68,11 @@ def test_ctrl_c_before_anything_is_saved(corpus, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     folder = tmp_path / "run"
-    monkeypatch.setattr(shards, "write_shards", interrupted)
+    monkeypatch.setattr(token_files, "write_token_files", interrupted)
     result = run_to_interrupt(corpus, folder)
     assert result.exit_code == 130
     assert result.output.splitlines()[-1] == (
-        f"stopped at once; no step was saved; to go on: twell train --resume {folder}"
+        f"stopped at once; no step was saved; to continue: twell train --resume {folder}"
     )
 
 
@@ -81,8 +81,8 @@ def _children(process: int) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_a_killed_run_goes_on_at_once_although_its_workers_live(corpus, tmp_path, monkeypatch):
-    """Workers are held still, so that they outlive their run for certain."""
+def test_a_killed_run_can_be_resumed_while_its_workers_live(corpus, tmp_path, monkeypatch):
+    """The workers are stopped, so that they certainly outlive their run."""
     folder, settings = tmp_path / "run", tmp_path / "run.yaml"
     config = small_run(corpus, "train.workers=2", "train.steps=100000", "train.save_every=2", "train.keep=2")
     settings.write_text(to_yaml(config))

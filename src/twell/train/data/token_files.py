@@ -1,45 +1,45 @@
-"""A corpus as token files: written once, opened by memory map.
+"""A corpus as token files: written once, checked, opened by memory map.
 
 train-00000.bin ...  token ids, little-endian uint16 or uint32, documents joined, an end token after each
-held_out.bin         the same for the held-out documents; absent without any
-index.json           sizes and checksums of the above
+held_out.bin         the same for the held-out documents, if there are any
+index.json           sizes and digests of the above
+.verified.json       sizes and times of the files whose digests were checked
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .cache import DamagedError
-from .config import DataConfig
-from .progress import progress
+from ..._checks import reject
+from ..._files import DamagedError, digest_of_file, new_digest, read_json_object, write_json
+from ..._log import log_once
+from ..config import DataConfig
 from .sources import documents
 from .split import HeldOut, Part, divided
-from .tokenizer import Encoder, parallel_encoding
-from .verified import check_contents
+from .tokenizer import Encoder, parallel_encoding, progress
 
 FORMAT = 2
-"""Part of the cache's key: raise it when the same settings give other files."""
+"""Part of the cache's key: raise it when the same settings give different files."""
 
 SHARD_TOKENS = 1 << 27
 BATCH_DOCUMENTS = 1024
 BATCH_CHARACTERS = 1 << 22
 
-_INDEX = "index.json"
+_INDEX, _VERIFIED = "index.json", ".verified.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFile:
-    """One .bin file, as written."""
+    """One .bin file, as it was written."""
 
     name: str
     tokens: int
@@ -49,7 +49,7 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a folder of token files holds.
+    """The contents of a folder of token files.
 
     dtype:     numpy's name of the ids' type, "<u2" or "<u4".
     train, held_out:  the files, in order.
@@ -84,7 +84,7 @@ class TokenWriter:
         self._file: Any = None
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append `tokens` [n], over as many files as it takes."""
+        """Append `tokens` [n], to as many files as it takes."""
         while len(tokens):
             if self._file is None:
                 self._start()
@@ -99,7 +99,7 @@ class TokenWriter:
                 self._finish()
 
     def close(self) -> tuple[TokenFile, ...]:
-        """End the last file; all of them, in order."""
+        """Finish the last file; returns all files, in order."""
         if self._file is not None:
             self._finish()
         return tuple(self._files)
@@ -107,7 +107,7 @@ class TokenWriter:
     def _start(self) -> None:
         number = f"-{len(self._files):05d}" if self._limit is not None else ""
         self._file = (self._folder / f"{self._name}{number}.bin").open("wb")
-        self._digest = hashlib.blake2b(digest_size=16)
+        self._digest = new_digest()
         self._in_file = 0
 
     def _finish(self) -> None:
@@ -123,8 +123,8 @@ class TokenWriter:
         )
 
 
-def write_shards(folder: Path, config: DataConfig, encoder: Encoder, *, quiet: bool) -> None:
-    """Tokenise the corpus of `config` into `folder`, the index last."""
+def write_token_files(folder: Path, config: DataConfig, encoder: Encoder, *, quiet: bool) -> None:
+    """Tokenise the corpus of `config` into `folder`; the index comes last."""
     train = TokenWriter(folder, "train", encoder.dtype, limit=SHARD_TOKENS)
     evaluation = TokenWriter(folder, "held_out", encoder.dtype, limit=None)
     held_out = HeldOut(config.held_out_tokens)
@@ -141,15 +141,15 @@ def write_shards(folder: Path, config: DataConfig, encoder: Encoder, *, quiet: b
             train_documents=train_documents,
             held_out_documents=len(kept),
         )
-    (folder / _INDEX).write_text(json.dumps({"format": FORMAT, **dataclasses.asdict(index)}, indent=1) + "\n")
+    write_json(folder / _INDEX, {"format": FORMAT, **dataclasses.asdict(index)})
 
 
-def open_shards(folder: Path, *, verify: bool = False) -> Index:
-    """The index of `folder`, its files checked: sizes always, contents unless they were before.
+def open_token_files(folder: Path, *, verify: bool = False) -> Index:
+    """Read the index of `folder` and check its files: sizes always, contents unless checked before.
 
-    Raises `DamagedError`, which names the file, where one is missing or cut short, and a plain ValueError
-    where one has other contents: something has changed it, which building it again would hide.
-    verify:  check the contents in any case.
+    A missing or truncated file raises a `DamagedError` that names it. Changed contents raise a plain
+    ValueError: building the file again would hide that something has changed it.
+    verify:  check all contents.
     """
     path = folder / _INDEX
     try:
@@ -161,7 +161,7 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
         index = Index(**entries, **files)
         width = np.dtype(index.dtype).itemsize
         if any(file.bytes != file.tokens * width for file in (*index.train, *index.held_out)):
-            raise ValueError("sizes that do not fit each other")
+            raise ValueError("sizes contradict each other")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({error})") from error
     if stored_format != FORMAT:
@@ -173,7 +173,7 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
 
 
 def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """`parts` in lists of limited size: enough to encode in parallel, little enough to hold."""
+    """`parts` in batches, large enough to encode in parallel and small enough for memory."""
     batch: list[Part] = []
     characters = 0
     for part in parts:
@@ -189,7 +189,7 @@ def batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
 def _tokenise(
     config: DataConfig, encoder: Encoder, train: TokenWriter, held_out: HeldOut, *, quiet: bool
 ) -> int:
-    """Send every document its way; how many went to `train`."""
+    """Tokenise every document to its side of the split; returns the number of training documents."""
     read = train_documents = 0
     began = time.monotonic()
     with parallel_encoding(), progress("tokenising", total=config.max_tokens, quiet=quiet) as report:
@@ -219,3 +219,32 @@ def _check_size(path: Path, file: TokenFile) -> None:
         raise DamagedError(f"{path} is missing ({error})") from error
     if size != file.bytes:
         raise DamagedError(f"{path} is damaged: {size:,} bytes, expected {file.bytes:,}")
+
+
+def check_contents(folder: Path, digests: Mapping[str, str], *, always: bool = False) -> None:
+    """Raise a ValueError unless the files of `folder` have these digests.
+
+    digests:  name of a file -> digest.
+    always:   read every file, even if it was checked before and has kept its size and time.
+    """
+    before = read_json_object(folder / _VERIFIED) or {}
+    now = {name: _stamp(folder / name, digest) for name, digest in digests.items()}
+    for name, digest in digests.items():
+        if not always and before.get(name) == now[name]:
+            continue
+        if digest_of_file(folder / name) != digest:
+            reject(
+                "data",
+                f"{folder / name}, whose contents have changed since it was written",
+                f"unchanged tokens: remove {folder} to tokenise the text again, or bring an undamaged copy",
+            )
+    if before != now:
+        try:
+            write_json(folder / _VERIFIED, now)
+        except OSError as error:
+            log_once(f"{folder / _VERIFIED} cannot be written ({error}): every run reads all token files")
+
+
+def _stamp(path: Path, digest: str) -> dict[str, Any]:
+    status = path.stat()
+    return {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "blake2b": digest}

@@ -1,4 +1,4 @@
-"""Settings: what is accepted, and where things are kept."""
+"""Every setting has a meaning; what `data` accepts, and where it keeps things."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from twell.train.config import RunConfig, meanings
 from twell.train.data import DataConfig
 
 
@@ -53,3 +54,15 @@ def test_the_cache_follows_the_environment(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert DataConfig().cache_folder == Path("~/.cache/twell/data").expanduser()
     assert DataConfig(cache="~/mine").cache_folder == Path("~/mine").expanduser()
+
+
+def test_every_setting_has_a_meaning():
+    found = {key: (default, meaning) for key, default, meaning in meanings()}
+    sections = RunConfig().as_dict()
+    expected = {"preset": sections.pop("preset")}
+    expected |= {f"{name}.{key}": value for name, keys in sections.items() for key, value in keys.items()}
+    assert {key: default for key, (default, _) in found.items()} == expected
+    for key, (_, meaning) in found.items():
+        assert meaning.endswith("."), f"{key} has no meaning: declare it with setting(default, meaning)"
+        assert len(meaning) <= 100, f"{key}: say it in one line"
+        assert "\n" not in meaning

@@ -1,62 +1,43 @@
-"""The folder of a run: one run at a time, never two runs mixed, the same data when it goes on."""
+"""The folder of a run: used by one run at a time, never by two different ones, resumed with the same data."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .._checks import reject
+from .._files import digest_of, locked, make_folder, read_json_object, write_atomically, write_json
 from .._log import log_once
 from .config import RunConfig
 from .data import Prepared
-from .disk import read_object, write_json, write_whole
 from .settings import read_settings, run_config, to_yaml
-
-try:
-    import fcntl
-except ImportError:  # Windows: nothing keeps a second run out
-    fcntl = None
 
 CONFIG, METRICS, SUMMARY, DATA = "config.yaml", "metrics.jsonl", "summary.json", "data.json"
 CHOICES = "choices.json"
-_LOCK = ".twell-lock"  # its presence says that a run was here
+_LOCK = ".twell-lock"  # it stays, and shows that the folder belongs to a run
 
-# Settings that do not change what is computed, and may therefore differ when a run is resumed.
+# Settings that do not change the result, so a resumed run may change them.
 HARMLESS = {
     "train": {"eval_every", "save_every", "log_every", "keep", "workers", "report", "micro_batch"},
     "data": {"cache"},
 }
 
-_held: list[IO[str]] = []  # locks of this process
-
-
-def _leave_locks_to_parent() -> None:
-    """In a forked process: a data loader that outlives a killed run would go on holding its folder."""
-    while _held:
-        _held.pop().close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_locks_to_parent)
-
 
 @contextmanager
 def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> Iterator[None]:
-    """Hold `folder` for a run; a new one writes its config.
+    """Lock `folder` for a run. A new run writes its config; a resumed one must have the same settings.
 
-    first:  whether this is the first process of the job, which does the work.
+    first:  whether this is the job's first process; the others only check that there is a run to resume.
     """
     if resume and not (folder / CONFIG).is_file():
         reject("resume", str(folder), f"the folder of a run, with its {CONFIG}")
     if not first:
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder, "out")
     if not resume and _names(folder) and not (folder / _LOCK).exists():
         reject("out", str(folder), "a new folder, or an empty one")  # before anything is written there
     with _locked(folder, "resume" if resume else "out"):
@@ -70,51 +51,38 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
 @contextmanager
 def _locked(folder: Path, argument: str) -> Iterator[None]:
     """Keep other runs out, until this process ends or leaves the context."""
-    with (folder / _LOCK).open("a") as lock:
-        _take(lock, folder, argument)
-        _held.append(lock)
-        try:
-            yield
-        finally:
-            if lock in _held:  # a forked process has left it already
-                _held.remove(lock)
-                if fcntl is not None:
-                    fcntl.flock(lock, fcntl.LOCK_UN)  # whoever else may have the file open
-
-
-def _take(lock: IO[str], folder: Path, argument: str) -> None:
-    if fcntl is None:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        reject(argument, str(folder), "a folder that no other run is using right now")
-    except OSError as error:  # a network file system without locks
-        log_once(f"{folder} cannot be locked ({error}): nothing keeps a second run out")
+    with locked(folder / _LOCK, wait=0) as state:
+        if state == "busy":
+            reject(argument, str(folder), "a folder that no other run is using right now")
+        if state == "unavailable":
+            log_once(f"{folder} cannot be locked: nothing keeps a second run out")
+        yield
 
 
 def _start(config: RunConfig, folder: Path) -> None:
-    # What a run leaves that failed before its first step may be written over.
+    # These are all that a run leaves if it fails before its first step: they may be overwritten.
     if _names(folder) - {CONFIG, DATA, CHOICES}:
-        reject("out", str(folder), "a new folder, or an empty one; to go on with that run: --resume")
-    write_whole(folder / CONFIG, to_yaml(config))
+        reject("out", str(folder), "a new folder, or an empty one; to continue that run: --resume")
+    write_atomically(folder / CONFIG, to_yaml(config))
     for name in (DATA, CHOICES):
         (folder / name).unlink(missing_ok=True)
 
 
 def _names(folder: Path) -> set[str]:
-    """What is in a folder and not hidden."""
+    """Names in a folder, without hidden ones."""
     return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
 
 
 def _check_settings(config: RunConfig, folder: Path) -> None:
     different = differences(run_config(read_settings(folder / CONFIG)), config)
     if different:
-        reject("settings", ", ".join(different), f"those of the run, in {folder / CONFIG}")
+        reject(
+            "settings", ", ".join(different), f"the settings that the run began with, in {folder / CONFIG}"
+        )
 
 
 def differences(one: RunConfig, other: RunConfig) -> list[str]:
-    """Settings that change what is computed and are not the same, as section.key=old->new."""
+    """Settings that change the result and differ, as section.key=old->new."""
     found = []
     for section in ("model", "data", "recipe", "train"):
         before, after = one.as_dict()[section], other.as_dict()[section]
@@ -125,9 +93,9 @@ def differences(one: RunConfig, other: RunConfig) -> list[str]:
 
 
 def check_data(folder: Path, data: Prepared, source: Any, *, resume: bool, first: bool) -> None:
-    """A run that goes on must find the tokens and the tokenizer that it began with.
+    """Note the data of a new run; refuse to resume a run with other tokens or another tokenizer.
 
-    source:  what the settings call it, for the reader.
+    source:  as in the settings, for the reader.
     """
     path = folder / DATA
     now = {
@@ -138,7 +106,7 @@ def check_data(folder: Path, data: Prepared, source: Any, *, resume: bool, first
         "held_out_documents": data.held_out_documents,
         "identity": _identity(data.folder),
     }
-    stored = read_object(path) if resume else None
+    stored = read_json_object(path) if resume else None
     if stored is not None and "identity" in stored:
         if stored["identity"] != now["identity"]:
             reject(
@@ -151,15 +119,13 @@ def check_data(folder: Path, data: Prepared, source: Any, *, resume: bool, first
 
 
 def _identity(tokens: Path) -> str:
-    """Of the tokens, whose hashes the index holds, and of the tokenizer."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in (tokens / "index.json", tokens / "tokenizer" / "tokenizer.json"):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """A digest of the index, which holds the digests of the tokens, and of the tokenizer."""
+    paths = (tokens / "index.json", tokens / "tokenizer" / "tokenizer.json")
+    return digest_of(b"".join(path.read_bytes() for path in paths))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Paths that mean the same wherever the run is resumed from."""
+    """Make paths absolute, so that the run can be resumed from any folder."""
 
     def absolute(name: Any) -> Any:
         if not isinstance(name, str):

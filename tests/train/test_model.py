@@ -1,4 +1,4 @@
-"""What cannot work is refused in one line, before any text is read."""
+"""Settings that contradict a checkpoint are refused in one line, before any text is read."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ pytest.importorskip("datasets")
 from rich.console import Console
 from transformers import LlamaConfig, MistralConfig, MistralForCausalLM, Qwen2Config
 
-from twell.train.data import shards
+from twell.train.data import token_files
 from twell.train.model import with_checkpoint
-from twell.train.reporters import check_reporters
 from twell.train.run import train
 
 from .data.corpora import small
@@ -34,12 +33,12 @@ SIZES = {
 
 @pytest.fixture
 def corpus(tmp_path, monkeypatch):
-    """Text that nobody gets to."""
+    """Text that no test gets to tokenise."""
 
     def fail(*_arguments, **_options):
         raise AssertionError("text was tokenised")
 
-    monkeypatch.setattr(shards, "write_shards", fail)
+    monkeypatch.setattr(token_files, "write_token_files", fail)
     return write_corpus(tmp_path / "corpus")
 
 
@@ -120,13 +119,3 @@ def test_reporters(corpus, tmp_path):
         pytest.skip("everything is installed")
     said = refused(corpus, tmp_path / "run", f"train.report=[{missing[0]}]")
     assert said.startswith(f"train.report: got '{missing[0]}', whose package is not installed; accepted: ")
-
-
-@pytest.mark.parametrize("names", [(), ("none",), ("all",)])
-def test_reporters_that_need_nothing(names):
-    check_reporters(names)
-
-
-def test_a_reporter_that_is_installed():
-    pytest.importorskip("tensorboard")
-    check_reporters(("tensorboard",))

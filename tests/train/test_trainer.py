@@ -1,4 +1,4 @@
-"""What a run changes of accelerate's settings for FSDP; whole runs are in test_fsdp.py."""
+"""How the trainer changes accelerate's FSDP settings; whole runs are in test_fsdp.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest that is damaged in any way: its checkpoint is not whole, the one before is used."""
+"""A checkpoint with any damage, also in its manifest, is not whole; the one before it is used."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_other_contents_are_no_manifest(saved, tmp_path, content, caplog):
     (last / MANIFEST).write_bytes(content)
     assert newest_whole(tmp_path) == before
     assert [record.message for record in caplog.records] == [
-        f"checkpoint {last} is left out: {fault(last)}",
+        f"checkpoint {last} is skipped: {fault(last)}",
     ]
 
 
@@ -102,3 +102,30 @@ def test_a_manifest_that_is_a_folder(saved, tmp_path):
     (last / MANIFEST).unlink()
     (last / MANIFEST).mkdir()
     assert newest_whole(tmp_path) == before
+
+
+class TestManifests:
+    def save(self, run, step, content=b"weights"):
+        folder = run / f"checkpoint-{step}"
+        (folder / "deep").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(content)
+        (folder / "deep" / "state.bin").write_bytes(b"state")
+        write_manifest(folder)
+        return folder
+
+    def test_the_newest_whole_checkpoint(self, tmp_path, caplog):
+        first, second, third, fourth = (self.save(tmp_path, step) for step in (5, 100, 200, 300))
+        assert newest_whole(tmp_path) == fourth
+        (fourth / MANIFEST).unlink()
+        assert "not finished" in fault(fourth)
+        (third / "model.safetensors").write_bytes(b"weightz")
+        assert fault(third) == "model.safetensors is damaged"
+        (second / "deep" / "state.bin").unlink()
+        assert "is missing" in fault(second)
+        assert newest_whole(tmp_path) == first
+        assert len(caplog.records) == 3
+        (first / "model.safetensors").write_bytes(b"weight")
+        assert "6 bytes instead of 7" in fault(first)
+        (first / MANIFEST).write_text("{")
+        assert "cannot be read" in fault(first)
+        assert newest_whole(tmp_path) is None

@@ -1,28 +1,31 @@
-"""Token files as training examples."""
+"""Token files as training sequences, and the order in which a run sees them."""
 
 from __future__ import annotations
 
 import bisect
 import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
 from ..._checks import reject, require_positive_int
+from ..distributed import generator_of
+
+_CHUNK = 1 << 16
 
 
 class PackedDataset(Dataset):
-    """A stream of tokens, cut into windows of `sequence_length`, over the borders of documents and files.
+    """A stream of tokens, cut into windows of `sequence_length` across documents and files.
 
     Item i holds tokens i * S to (i + 1) * S, S = sequence_length, as "input_ids" and "labels": int64 [S],
-    equal, since models shift labels themselves. The last, incomplete window is dropped. Files are mapped on
-    first use, anew in every process that gets a pickled copy.
+    equal, since models shift labels themselves. The last, incomplete window is dropped. Each process maps
+    the files on first use, also with a pickled copy.
 
     files:   paths with the number of tokens in each.
     dtype:   numpy's name of the ids' type in the files.
@@ -45,7 +48,7 @@ class PackedDataset(Dataset):
 
     @property
     def tokens(self) -> int:
-        """Tokens of one epoch: those of the complete windows."""
+        """Tokens of one epoch, in complete windows."""
         return self._length * self.sequence_length
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Tensor]:
@@ -76,3 +79,48 @@ class PackedDataset(Dataset):
             filled += len(part)
             file, offset = file + 1, 0
         return window
+
+
+class EpochOrder:
+    """A permutation of 0 .. length - 1 for every epoch, the same on every machine."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        require_positive_int("length", length)
+        _require_not_negative("seed", seed)
+        self.length = length
+        self.seed = seed
+
+    def indices(self, epoch: int) -> Tensor:
+        """int64 [length] on the CPU."""
+        _require_not_negative("epoch", epoch)
+        return torch.randperm(self.length, generator=generator_of(self.seed, epoch))
+
+
+class RunOrder(Sampler[int]):
+    """`total` indices below `length` for a `DataLoader`: epoch after epoch as one list, the last cut short.
+
+    A run that skips what it has seen continues as if never interrupted. Every process iterates over the same
+    order; accelerate gives batch k * world + r to process r.
+    """
+
+    def __init__(self, length: int, total: int, seed: int = 0) -> None:
+        self._order = EpochOrder(length, seed)
+        self.total = total
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __iter__(self) -> Iterator[int]:
+        left, epoch = self.total, 0
+        while left > 0:
+            indices = self._order.indices(epoch)[:left]
+            # In chunks: a list of all takes several times the memory of the tensor.
+            for chunk in indices.split(_CHUNK):
+                yield from chunk.tolist()
+            left -= indices.numel()
+            epoch += 1
+
+
+def _require_not_negative(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        reject(name, repr(value), "an integer >= 0")

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from twell import _log
-from twell.train.data import prepare, verified
-from twell.train.data.shards import open_shards
+from twell.train.data import prepare, token_files
+from twell.train.data.token_files import open_token_files
 
 from .corpora import small, write_corpus
 
@@ -25,13 +25,13 @@ def config(tmp_path):
 def read(monkeypatch) -> list[str]:
     """Names of the files that were read whole."""
     names = []
-    original = verified.digest_of
+    original = token_files.digest_of_file
 
     def counted(path):
         names.append(path.name)
         return original(path)
 
-    monkeypatch.setattr(verified, "digest_of", counted)
+    monkeypatch.setattr(token_files, "digest_of_file", counted)
     return names
 
 
@@ -55,7 +55,7 @@ def test_once_per_file(config, read):
 
 
 @pytest.mark.parametrize("name", ["train-00000.bin", "held_out.bin"])
-def test_a_flipped_bit_is_an_error_and_removing_the_folder_mends_it(config, name):
+def test_a_flipped_bit_is_an_error_and_removing_the_folder_repairs_it(config, name):
     folder = prepare(config, quiet=True).folder
     flip(folder / name)
     message = rf"data: got .*{name}, whose contents have changed since it was written; accepted: .* remove "
@@ -85,21 +85,24 @@ def test_notes_that_are_damaged_do_not_count(config, read, content):
     folder = prepare(config, quiet=True).folder
     (folder / ".verified.json").write_bytes(content)
     read.clear()
-    open_shards(folder)
+    open_token_files(folder)
     assert read == ["train-00000.bin", "held_out.bin"]
-    open_shards(folder)
+    open_token_files(folder)
     assert len(read) == 2
 
 
 def test_where_nothing_can_be_noted_files_are_read_every_time(config, read, monkeypatch, caplog):
     monkeypatch.setattr(_log, "_logged", set())
 
-    def fail(*_):
-        raise PermissionError(13, "read-only")
+    def fail(path, value):
+        if path.name == ".verified.json":
+            raise PermissionError(13, "read-only")
+        write_json(path, value)
 
-    monkeypatch.setattr(verified, "write_json", fail)
+    write_json = token_files.write_json
+    monkeypatch.setattr(token_files, "write_json", fail)
     folder = prepare(config, quiet=True).folder
-    open_shards(folder)
+    open_token_files(folder)
     assert read == ["train-00000.bin", "held_out.bin"] * 2
     assert caplog.text.count("cannot be written") == 1
 
@@ -109,4 +112,4 @@ def test_an_index_whose_sizes_do_not_fit_is_damaged(config):
     text = (folder / "index.json").read_text()
     (folder / "index.json").write_text(text.replace('"<u2"', '"<u4"'))
     with pytest.raises(ValueError, match=r"index\.json is damaged"):
-        open_shards(folder)
+        open_token_files(folder)

@@ -1,4 +1,4 @@
-"""Schedule, firing statistics, revival, order and checkpoints' manifests, each by itself."""
+"""Firing statistics, and the revival of dead neurons."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 from twell import SparseMLP
-from twell.train.checkpoints import MANIFEST, fault, newest_whole, write_manifest
-from twell.train.data import RunOrder
-from twell.train.firing import FiringTracker
-from twell.train.revival import revive
-from twell.train.schedule import L1Schedule
-from twell.train.seeds import generator_of
-
-
-def test_l1_schedule():
-    schedule = L1Schedule(weight=2.0, start=10, end=20)
-    assert [schedule(step) for step in (0, 10, 15, 20, 1000)] == [0.0, 0.0, 1.0, 2.0, 2.0]
-    assert L1Schedule(weight=2.0)(0) == 2.0
+from twell.train.distributed import generator_of
+from twell.train.neurons import FiringTracker, revive
 
 
 class TestFiringTracker:
@@ -126,43 +116,3 @@ class TestRevival:
             for numbers in [(0, 1, 0), (0, 0, 1), (1, 0, 0)]
         }
         assert len(drawn) == 3
-
-
-class TestRunOrder:
-    def test_every_epoch_is_a_permutation_of_its_own(self):
-        order = list(RunOrder(10, 25, seed=3))
-        assert len(order) == 25
-        assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
-        assert order[:10] != order[10:20]
-        assert order == list(RunOrder(10, 25, seed=3))
-        assert order != list(RunOrder(10, 25, seed=4))
-
-    def test_a_longer_run_starts_the_same(self):
-        assert list(RunOrder(10, 5)) == list(RunOrder(10, 12))[:5]
-
-
-class TestManifests:
-    def save(self, run, step, content=b"weights"):
-        folder = run / f"checkpoint-{step}"
-        (folder / "deep").mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(content)
-        (folder / "deep" / "state.bin").write_bytes(b"state")
-        write_manifest(folder)
-        return folder
-
-    def test_the_newest_whole_checkpoint(self, tmp_path, caplog):
-        first, second, third, fourth = (self.save(tmp_path, step) for step in (5, 100, 200, 300))
-        assert newest_whole(tmp_path) == fourth
-        (fourth / MANIFEST).unlink()
-        assert "not finished" in fault(fourth)
-        (third / "model.safetensors").write_bytes(b"weightz")
-        assert fault(third) == "model.safetensors is damaged"
-        (second / "deep" / "state.bin").unlink()
-        assert "is missing" in fault(second)
-        assert newest_whole(tmp_path) == first
-        assert len(caplog.records) == 3
-        (first / "model.safetensors").write_bytes(b"weight")
-        assert "6 bytes instead of 7" in fault(first)
-        (first / MANIFEST).write_text("{")
-        assert "cannot be read" in fault(first)
-        assert newest_whole(tmp_path) is None

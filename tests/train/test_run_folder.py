@@ -1,4 +1,4 @@
-"""Runs that are resumed, shared, rotated or broken in ways that must not go unnoticed."""
+"""A run's folder: resumed, shared, full of old checkpoints, damaged, or in use."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from twell.cli.app import app
 from twell.cli.train import run_train
 from twell.evaluation import load_model
 from twell.train.checkpoints import fault, newest_whole
-from twell.train.folder import claimed, with_absolute_paths
 from twell.train.run import train
+from twell.train.run_folder import claimed, with_absolute_paths
 from twell.train.settings import read_settings, run_config
 
 from .runs import logged, small_run, write_corpus
@@ -46,7 +46,7 @@ def stopped(corpus, tmp_path, monkeypatch):
     return config, folder
 
 
-def test_a_run_does_not_go_on_with_other_text(stopped, corpus):
+def test_a_run_is_not_resumed_with_other_text(stopped, corpus):
     (corpus / "more.txt").write_text("something else\n" * 500)
     with pytest.raises(ValueError, match=r"data.source: got other text or another tokenizer"):
         train(*stopped, resume=True, console=QUIET)
@@ -103,7 +103,7 @@ def test_other_files_and_other_runs_are_safe(corpus, tmp_path):
         train(config, free, console=QUIET)
 
 
-def test_a_run_that_failed_before_its_first_step_may_start_anew(corpus, tmp_path):
+def test_a_run_that_failed_before_its_first_step_can_be_started_again(corpus, tmp_path):
     folder = tmp_path / "run"
     wrongs = {
         "data.source=nowhere.txt": "data.source: got",
@@ -141,10 +141,10 @@ def test_a_checkpoint_decides_sizes(corpus, tmp_path):
     assert stored["use_cache"] is True
 
 
-def test_a_run_that_is_not_through_is_no_checkpoint_to_start_from(stopped, corpus, tmp_path):
+def test_an_unfinished_run_is_no_checkpoint_to_start_from(stopped, corpus, tmp_path):
     _, folder = stopped
     config = small_run(corpus, f"model.init_from={folder}")
-    with pytest.raises(ValueError, match=r"init_from: got .*; accepted: a run that is through, or a check"):
+    with pytest.raises(ValueError, match=r"init_from: got .*; accepted: a finished run, or one of its check"):
         train(config, tmp_path / "other", console=QUIET)
 
 
@@ -243,7 +243,7 @@ def test_a_damaged_manifest_is_no_obstacle(stopped, content, caplog):
     out = io.StringIO()
     assert train(config, folder, resume=True, console=Console(file=out)).finished
     assert "resuming from checkpoint-2" in out.getvalue()
-    assert "checkpoint-3 is left out: its manifest.json cannot be read" in caplog.text
+    assert "checkpoint-3 is skipped: its manifest.json cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
@@ -285,3 +285,15 @@ def test_a_damaged_tokenizer_in_the_cache_is_made_again(corpus, tmp_path):
     for path in (tmp_path / "cache").rglob("tokens/*/tokenizer/tokenizer.json"):
         path.write_text("{")
     assert train(config, tmp_path / "two", console=QUIET).finished
+
+
+def test_files_where_folders_should_be(corpus, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("mine")
+    refused = rf"; accepted: a folder, or a path where one can be made; {file} is a file$"
+    for path in (file, file / "below"):
+        with pytest.raises(ValueError, match=rf"^out: got '{path}'{refused}"):
+            train(small_run(corpus), path, console=QUIET)
+        with pytest.raises(ValueError, match=rf"^data\.cache: got '{path}'{refused}"):
+            train(small_run(corpus, f"data.cache={path}"), tmp_path / "run", console=QUIET)
+    assert file.read_text() == "mine"

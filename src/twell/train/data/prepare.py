@@ -1,4 +1,4 @@
-"""From settings to datasets."""
+"""From settings to datasets: tokenised once, then opened from the cache."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._checks import reject
+from ..._files import DamagedError, digest_of_json, make_folder, open_or_build
 from ..._log import log_once
-from . import cache, shards, split
-from .config import DataConfig
-from .packed import PackedDataset
+from ..config import DataConfig
+from . import split, token_files
+from .sequences import PackedDataset
 from .sources import fingerprint
-from .tokenizer import Encoder, load_tokenizer, obtain_tokenizer
+from .tokenizer import DISK_FULL, Encoder, load_tokenizer, obtain_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
 
 _TOKENIZER = "tokenizer"  # a folder beside the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """All that a run needs of its data.
+    """The data of a run.
 
-    held_out:      None where nothing is held out, or too little for one sequence.
+    held_out:      None if nothing is held out, or too little for one sequence.
     folder:        the token files, with their `index.json`.
     train_tokens, held_out_tokens:  as stored; a dataset drops its last, incomplete sequence.
-    vocab_size:    the least a model's vocabulary must be: one above the highest id.
+    vocab_size:    the smallest vocabulary that a model needs: one above the highest id.
     """
 
     train: PackedDataset
@@ -44,52 +44,51 @@ class Prepared:
 
 
 def prepare(config: DataConfig, *, quiet: bool = False, verify: bool = False) -> Prepared:
-    """The datasets and the tokenizer of `config`, from the cache where they are there already.
+    """The datasets and the tokenizer of `config`, from the cache if they are there.
 
-    Safe to call in every process of a job: one works, the others on its machine wait, and all get the same.
-    What is missing or cut short is built again; tokens with other contents than were written are an error.
-    verify:  read all stored tokens to check that, not only files that are new or have changed.
+    Every process of a job may call it: one works, the others on its machine wait, and all get the same.
+    Missing and truncated files are built again; files with changed contents are an error.
+    verify:  check the contents of all files, not only of new and changed ones.
     """
     if config.prepared is not None:
         if not config.prepared.is_dir():
             reject("data.source", repr(config.source), "prepared:FOLDER with a folder that exists")
-        return _opened(config, config.prepared, shards.open_shards(config.prepared, verify=verify))
+        return _opened(config, config.prepared, token_files.open_token_files(config.prepared, verify=verify))
+    make_folder(config.cache_folder, "data.cache")
     content = fingerprint(config)
     tokenizer = obtain_tokenizer(config, content=content, quiet=quiet)
     encoder = Encoder(tokenizer)
     decisive = (config.text_field, config.held_out, config.held_out_tokens, config.max_tokens, config.seed)
-    folder = (
-        config.cache_folder
-        / "tokens"
-        / cache.key("tokens", shards.FORMAT, split.VERSION, content, encoder.fingerprint, *decisive)
-    )
-    index = cache.open_or_build(
+    identity = ["tokens", token_files.FORMAT, split.VERSION, content, encoder.fingerprint, *decisive]
+    folder = config.cache_folder / "tokens" / digest_of_json(identity)
+    index = open_or_build(
         folder,
         partial(_checked, verify=verify),
         lambda into: _write(into, config, tokenizer, encoder, quiet=quiet),
+        advice=DISK_FULL,
     )
     return _opened(config, folder, index)
 
 
-def _checked(folder: Path, *, verify: bool) -> shards.Index:
-    index = shards.open_shards(folder, verify=verify)
+def _checked(folder: Path, *, verify: bool) -> token_files.Index:
+    index = token_files.open_token_files(folder, verify=verify)
     try:
         load_tokenizer(str(folder / _TOKENIZER))
     except (ValueError, OSError) as error:
-        raise cache.DamagedError(f"{folder / _TOKENIZER} is damaged ({error})") from error
+        raise DamagedError(f"{folder / _TOKENIZER} is damaged ({error})") from error
     return index
 
 
 def _write(
     folder: Path, config: DataConfig, tokenizer: PreTrainedTokenizerFast, encoder: Encoder, *, quiet: bool
 ) -> None:
-    """Tokens and the tokenizer that made them: the folder can be carried elsewhere."""
-    shards.write_shards(folder, config, encoder, quiet=quiet)
+    """Write the tokens with their tokenizer, so that the folder can be moved elsewhere."""
+    token_files.write_token_files(folder, config, encoder, quiet=quiet)
     tokenizer.save_pretrained(folder / _TOKENIZER)
 
 
-def _opened(config: DataConfig, folder: Path, index: shards.Index) -> Prepared:
-    def dataset(files: tuple[shards.TokenFile, ...]) -> PackedDataset:
+def _opened(config: DataConfig, folder: Path, index: token_files.Index) -> Prepared:
+    def dataset(files: tuple[token_files.TokenFile, ...]) -> PackedDataset:
         paths = [(folder / file.name, file.tokens) for file in files]
         return PackedDataset(paths, dtype=index.dtype, sequence_length=config.sequence_length)
 
@@ -101,8 +100,8 @@ def _opened(config: DataConfig, folder: Path, index: shards.Index) -> Prepared:
         held_out = dataset(index.held_out)
     elif config.held_out:
         log_once(
-            f"no evaluation set: the {index.held_out_tokens:,} tokens held out do not fill a sequence of "
-            f"{config.sequence_length:,}; more text or a larger data.held_out would"
+            f"no evaluation set: {index.held_out_tokens:,} held-out tokens do not fill a sequence of "
+            f"{config.sequence_length:,}; use more text or a larger data.held_out"
         )
     return Prepared(
         train=dataset(index.train),

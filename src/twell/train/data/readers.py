@@ -1,4 +1,4 @@
-"""Documents out of one file: text, JSON Lines or Parquet."""
+"""Readers of one file's documents: text, JSON Lines, Parquet."""
 
 from __future__ import annotations
 
@@ -12,54 +12,53 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ..._checks import reject
-from .optional import needed
+from ..._checks import needed, reject
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 PARQUET = (".parquet",)
 SEPARATED = (".txt", ".txt.gz", ".txt.xz")
-"""Text in which NUL bytes separate documents; in other files they show that it is no text."""
+"""Text files whose documents NUL bytes may separate; in other files a NUL byte means: not text."""
 
 ACCEPTED = f"text in UTF-8 (any name, also packed as .gz or .xz), {', '.join((*JSON_LINES, *PARQUET))}"
 
 _HEAD_BYTES = 1 << 16
 _NOT_TEXT = 0.3
-"""Share of characters that text does not have. Random bytes are at 0.6, Latin-1 read as UTF-8 below 0.1."""
+"""Share of odd characters that no text has: random bytes have 0.6, Latin-1 read as UTF-8 less than 0.1."""
 
 _ODD = frozenset("\ufffd\x7f") | {chr(c) for c in range(32)} - set("\t\n\v\f\r\b\x1b")
 
 BLOCK_BYTES = 1 << 20
-"""Read at a time, so that a file of many documents is never in memory as a whole."""
+"""Bytes read at a time: a file of many documents is never in memory as a whole."""
 
 
 def has_records(path: Path) -> bool:
-    """Whether its name says that it holds records: JSON lines or parquet."""
+    """Whether the name says JSON Lines or Parquet."""
     return path.name.lower().endswith((*JSON_LINES, *PARQUET))
 
 
 def is_named_data(path: Path) -> bool:
-    """Whether its name says that it is to be read."""
+    """Whether the name says that this is data."""
     return path.name.lower().endswith((*SEPARATED, *JSON_LINES, *PARQUET))
 
 
 def is_wanted(path: Path) -> bool:
-    """Whether a file of a folder is to be read: by its name where that says so, else by how it begins."""
+    """Whether to read this file of a folder: its name says so, or it begins like text."""
     if is_named_data(path):
         return True
     try:
         return _is_text(path)
-    except (ValueError, OSError):  # a damaged archive or an unreadable file, which nobody has named
+    except (ValueError, OSError):  # damaged or unreadable, and nobody asked for it by name
         return False
 
 
 def require_readable(path: Path) -> None:
     """Refuse a file that is neither text nor records."""
-    if not path.name.lower().endswith((*JSON_LINES, *PARQUET)) and not _is_text(path):
+    if not has_records(path) and not _is_text(path):
         reject("data.source", f"the file {path}, which is not text", ACCEPTED)
 
 
 def read(path: Path, text_field: str) -> Iterator[str]:
-    """The documents of `path`, in its order; they may be empty."""
+    """The documents of `path`, in order; they may be empty."""
     name = path.name.lower()
     if name.endswith(JSON_LINES):
         return read_json_lines(path, text_field)
@@ -69,7 +68,7 @@ def read(path: Path, text_field: str) -> Iterator[str]:
 
 
 def read_text(path: Path) -> Iterator[str]:
-    """NUL bytes separate documents; a file without them is one."""
+    """One document, or several separated by NUL bytes."""
     require_readable(path)
     with _opened(path) as file:
         parts: list[bytes] = []
@@ -93,8 +92,8 @@ def read_json_lines(path: Path, text_field: str) -> Iterator[str]:
 
 def read_parquet(path: Path, text_field: str) -> Iterator[str]:
     """One document per row."""
-    parquet = needed("pyarrow.parquet", f"reading {path.name}")
-    arrow = needed("pyarrow", f"reading {path.name}")
+    parquet = needed("pyarrow.parquet", f"reading {path.name}", extra="train")
+    arrow = needed("pyarrow", f"reading {path.name}", extra="train")
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
@@ -110,14 +109,14 @@ def read_parquet(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a file begins as text in UTF-8 does."""
+    """Whether a file begins like UTF-8 text."""
     with _opened(path) as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return False
     if path.name.lower().endswith(SEPARATED):
         head = head.replace(b"\0", b"")
-    # The last character may be cut: an incremental decoder waits for the rest of it.
+    # An incremental decoder, since the last character may be cut.
     text = codecs.getincrementaldecoder("utf-8")("replace").decode(head)
     return b"\0" not in head and sum(map(text.count, _ODD)) <= _NOT_TEXT * len(text)
 
@@ -133,7 +132,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 def text_of(record: dict[str, Any], text_field: str, where: str) -> str:
-    """The text of one record, empty for a null; `where` names the record in an error."""
+    """The text of a record, empty for a null; `where` names the record in an error."""
     if text_field not in record:
         raise ValueError(f"{where}: no field {text_field!r} (data.text_field); it has {sorted(record)}")
     value = record[text_field]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from twell.train.data import EpochOrder, PackedDataset, RunOrder, prepare, shards
+from twell.train.data import EpochOrder, PackedDataset, RunOrder, prepare, token_files
 
 from .corpora import process_context, small, stored, write_corpus
 
@@ -73,7 +73,7 @@ def test_data_loader_with_workers(tmp_path, context):
 
 def test_prepared_windows_cross_documents_and_shards(tmp_path, monkeypatch):
     write_corpus(tmp_path / "text")
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 1000)
+    monkeypatch.setattr(token_files, "SHARD_TOKENS", 1000)
     prepared = prepare(small(tmp_path / "text", tmp_path / "cache"), quiet=True)
     sizes = [path.stat().st_size // 2 for path in sorted(prepared.folder.glob("train-*.bin"))]
     assert len(sizes) > 3
@@ -112,3 +112,16 @@ def test_accelerate_deals_out_batches_in_turn():
         list(data_loader.BatchSamplerShard(batches, num_processes=2, process_index=rank)) for rank in range(2)
     ]
     assert [batch for pair in zip(*dealt, strict=True) for batch in pair] == list(batches)
+
+
+class TestRunOrder:
+    def test_every_epoch_is_a_permutation_of_its_own(self):
+        order = list(RunOrder(10, 25, seed=3))
+        assert len(order) == 25
+        assert sorted(order[:10]) == sorted(order[10:20]) == list(range(10))
+        assert order[:10] != order[10:20]
+        assert order == list(RunOrder(10, 25, seed=3))
+        assert order != list(RunOrder(10, 25, seed=4))
+
+    def test_a_longer_run_starts_the_same(self):
+        assert list(RunOrder(10, 5)) == list(RunOrder(10, 12))[:5]
