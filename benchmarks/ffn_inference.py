@@ -25,11 +25,11 @@ from torch import Tensor
 from _ffn import CHECKED, console, layer, measured_nnz, save, shape_of, tokens
 from twell import Plan, ffn, reference
 from twell.activations import Activation
-from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.block_launches import BlockLaunches
 from twell.kernels.gpu.operands import prepare
 from twell.measure import Record, Timing, compare, make_record
 from twell.measure.ffn import BASELINE, COMPILED, stock_dense
+from twell.problem import FfnArgs
 from twell.synthetic import load_trace
 
 RESULTS = Path(__file__).parent / "results" / "ffn_inference.jsonl"

@@ -7,7 +7,7 @@ import torch
 
 from twell import Activation, accumulate_in_place
 from twell.accumulation import existing_gradients
-from twell.kernels.args import FfnArgs
+from twell.problem import FfnArgs
 
 RELU = Activation.parse("relu")
 

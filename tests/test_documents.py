@@ -236,7 +236,7 @@ def test_install_commands_work():
     assert not re.search(r"pip install ['\"]?twell", text)
     named = set(re.findall(r'pip install -e "\.\[(\w+)\]"', text))
     assert {"all", "hf", "train"} <= named <= extras.keys()
-    from twell._checks import EXTRAS
+    from twell._errors import EXTRAS
 
     assert EXTRAS.keys() <= extras.keys()
 

@@ -11,10 +11,11 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_checks", "_files", "_log", "_observers"},
+    {"_errors", "_files", "_log", "_observers"},
     {"_processor", "_version"},
     {"activations", "layer_state"},
     {"reference", "formats", "synthetic"},
+    {"problem"},
     {"kernels"},
     {"backends", "accumulation", "crossover"},
     {"plan"},

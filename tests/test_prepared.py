@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state, prepared
-from twell.kernels.args import Decision
 from twell.layer_state import layer_of
+from twell.problem import Decision
 
 from .accuracy import stock_dense
 

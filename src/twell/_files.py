@@ -63,7 +63,7 @@ def make_folder(path: Path, argument: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        from ._checks import reject  # here: it brings torch, which `import twell` need not wait for
+        from ._errors import reject  # here: it brings torch, which `import twell` need not wait for
 
         file = next(place for place in (path, *path.parents) if place.exists())
         reject(argument, repr(str(path)), f"a folder, or a path where one can be made; {file} is a file")

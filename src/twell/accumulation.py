@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .kernels.args import Existing, FfnArgs
+from .problem import Existing, FfnArgs
 
 _users = 0  # open `accumulate_in_place` blocks; not per thread, since backwards run in their own threads
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ._checks import reject, require_choice
+from ._errors import reject, require_choice
 
 _NAMES = ("relu", "relu2", "fatrelu")
 _FATRELU = re.compile(r"fatrelu\((?P<threshold>[^()]+)\)")

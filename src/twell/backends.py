@@ -13,13 +13,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ._checks import reject
-from .kernels.args import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
+from ._errors import reject
 from .kernels.cpu.backward import cpu_backward
 from .kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.cpu.forward import cpu_forward, cpu_train_forward
 from .kernels.dense import dense_forward
 from .kernels.gpu.sizes import list_sizes
+from .problem import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
 
 PATHS = ("auto", "dense", "row", "block")
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

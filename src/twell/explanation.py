@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ._checks import reject
-from .kernels.args import PLAIN
+from ._errors import reject
 from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
+from .problem import PLAIN
 
 _COLUMNS = ("layer", "D x H", "plan", "ran", "active", "why")
 

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._checks import FLOAT_DTYPES, reject
+from ._errors import FLOAT_DTYPES, reject
 from ._log import log_once
 from ._observers import must_save_the_same
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
 from .kernels.dense import dense_forward
 from .layer_state import LayerState, layer_of
 from .ops import ffn_op, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
 from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
+from .problem import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
 from .training_step import run_training_step
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._checks import reject, require_positive_int
+from ._errors import reject, require_positive_int
 from ._log import log_once
 from .activations import Activation
 from .functional import FfnStats, run_ffn, stats_of

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._checks import reject
+from ._errors import reject
 from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import (
+from .kernels.dense import dense_backward
+from .policy import decide_backward, decide_inside
+from .problem import (
     PLAIN,
     Decision,
     Existing,
@@ -31,8 +33,6 @@ from .kernels.args import (
     Gradients,
     Saved,
 )
-from .kernels.dense import dense_backward
-from .policy import decide_backward, decide_inside
 
 _SIGNATURE = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"

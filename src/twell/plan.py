@@ -9,7 +9,7 @@ from operator import index
 
 import torch
 
-from ._checks import reject, require_choice
+from ._errors import reject, require_choice
 from .backends import PATHS, get_backend
 
 ENVIRONMENT_VARIABLE = "TWELL_PLAN"

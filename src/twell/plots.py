@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._checks import missing_extra
+from ._errors import missing_extra
 
 _INK = "#1f2933"
 _MUTED = "#7b8794"

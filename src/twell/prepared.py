@@ -18,11 +18,11 @@ from ._log import note_path, paths_are_recorded
 from ._observers import must_save_the_same
 from .activations import Activation
 from .backends import Repeat
-from .kernels.args import Decision, FfnArgs, FfnOutput, StepRepeat
 from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
+from .problem import Decision, FfnArgs, FfnOutput, StepRepeat
 from .training_step import repeat_training_step
 
 Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias

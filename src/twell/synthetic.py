@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._checks import reject, require_positive_int
+from ._errors import reject, require_positive_int
 
 _BIAS_INPUT = 8.0  # value of the constant feature x[:, 0]; exact in bf16
 _NEVER = 12.0  # normal quantile beyond which a neuron practically never (always) fires

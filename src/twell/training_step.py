@@ -19,7 +19,6 @@ from ._observers import saving_observer
 from .accumulation import accumulates_in_place
 from .activations import Activation
 from .backends import get_backend
-from .kernels.args import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
 from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
 from .ops import (
     OPERANDS,
@@ -35,6 +34,7 @@ from .ops import (
     without_the_op,
 )
 from .policy import decide_inside
+from .problem import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
 
 
 class _TrainingStep(torch.autograd.Function):

@@ -168,9 +168,9 @@ def test_heavy_layers():
 @pytest.mark.parametrize("shape", [(256, 1024), (2048, 5632), (2560, 8192)], ids=str)
 def test_row_path(shape, compression):
     from twell.activations import Activation
-    from twell.kernels.args import FfnArgs
     from twell.kernels.gpu.operands import prepare
     from twell.kernels.gpu.row.run import run_rows
+    from twell.problem import FfnArgs
 
     hidden, neurons = shape
     up, down, gate = weights(hidden, neurons)

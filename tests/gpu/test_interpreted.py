@@ -9,8 +9,8 @@ import torch
 
 from twell import Activation, Plan, ffn, ffn_with_stats, recorded_paths, reference
 from twell.backends import get_backend
-from twell.kernels.args import Decision, FfnArgs
 from twell.layer_state import Reading
+from twell.problem import Decision, FfnArgs
 from twell.synthetic import make_ffn
 
 from ..accuracy import assert_accurate, stock_dense

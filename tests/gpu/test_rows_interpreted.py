@@ -10,10 +10,10 @@ import torch
 from twell import reference
 from twell.activations import Activation
 from twell.formats.row import TwELL
-from twell.kernels.args import FfnArgs
 from twell.kernels.gpu.device import gpu_of
 from twell.kernels.gpu.operands import prepare
 from twell.kernels.gpu.row import run as rows
+from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
 
 from ..accuracy import assert_accurate, stock_dense

@@ -22,9 +22,9 @@ from twell import (
     reference,
     training_step,
 )
-from twell.kernels.args import Decision
 from twell.kernels.gpu import sizes
 from twell.layer_state import layer_of
+from twell.problem import Decision
 
 from ..accuracy import assert_accurate, stock_dense
 from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients

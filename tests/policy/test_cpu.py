@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from twell.activations import Activation
-from twell.kernels.args import FfnArgs
 from twell.kernels.cpu.weights import CpuSite
 from twell.policy import cpu
+from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
 
 SITE = CpuSite(

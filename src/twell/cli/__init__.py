@@ -16,7 +16,7 @@ def main() -> None:
     try:
         app()
     except ImportError as error:
-        from .._checks import explained
+        from .._errors import explained
 
         sys.exit(f"twell: {explained(error)}")
     except (ValueError, OSError, FloatingPointError) as error:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import reference
-from .._checks import reject
+from .._errors import reject
 from .._files import make_folder, write_json
 from ..measure import Timing, compare
 from ..plan import Plan

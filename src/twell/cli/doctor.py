@@ -10,17 +10,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._checks import EXTRAS, how_to_install
+from .._errors import EXTRAS, how_to_install
 from .._processor import make_products_safe
 from ..activations import Activation
 from ..backends import BACKENDS, Site
-from ..kernels.args import FfnArgs
 from ..kernels.cpu.gemm import has_native_gemm
 from ..kernels.cpu.probe import kept_measurements, measurements_file
 from ..layer_state import LayerState
 from ..measure import hardware, versions
 from ..plan import ENVIRONMENT_VARIABLE, parse_override
 from ..policy import decide, resolve
+from ..problem import FfnArgs
 
 
 def run_doctor() -> None:

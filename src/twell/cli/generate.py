@@ -6,7 +6,7 @@ from time import perf_counter
 
 from rich.console import Console
 
-from .._checks import reject
+from .._errors import reject
 
 
 def run_generate(

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from .._checks import reject
+from .._errors import reject
 
 INTERRUPTED = 130  # the exit status of Ctrl-C in a shell, so that a script stops too
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from ..kernels.args import FfnArgs
 from ..kernels.cpu import probe as cpu_probe
 from ..kernels.cpu.paths import finish_block, finish_dense, finish_row, finish_single_row
 from ..kernels.cpu.probe import least_seconds, measure_again, random_floats
 from ..kernels.cpu.weights import CpuSite, WeightViews
+from ..problem import FfnArgs
 
 _LIMIT_CEILING = 0.25  # probes end at 10%: no extrapolation far beyond
 _MARGIN = 0.9  # a sparse path must take at most this share of the dense time

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .. import hf as _hf  # noqa: F401 - registers the sparse models; explains itself without transformers
-from .._checks import reject
+from .._errors import reject
 from ..train.checkpoints import find_model
 from .text import TextResult, evaluate_text, evaluate_windows
 

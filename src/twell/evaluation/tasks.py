@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .._checks import missing_extra, reject
+from .._errors import missing_extra, reject
 
 PAPER_TASKS = (
     "arc_easy",

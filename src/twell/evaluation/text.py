@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from .._checks import reject, require_positive_int
+from .._errors import reject, require_positive_int
 from ..hf import sparse_mlps
 from ..nn import SparseMLP
 from ..train.data.tokenizer import Encoder

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .._checks import FLOAT_DTYPES, reject
+from .._errors import FLOAT_DTYPES, reject
 
 
 class PackedMatrix(ABC):

@@ -9,7 +9,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .._checks import require_matrix, require_positive_int
+from .._errors import require_matrix, require_positive_int
 from .base import PackedMatrix, canonical_zeros
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .._checks import reject, require_choice, require_matrix
+from .._errors import reject, require_choice, require_matrix
 from .base import PackedMatrix, canonical_zeros
 
 

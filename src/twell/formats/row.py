@@ -8,7 +8,7 @@ from typing import NoReturn, Self
 import torch
 from torch import Tensor
 
-from .._checks import reject, require_choice, require_matrix, require_positive_int
+from .._errors import reject, require_choice, require_matrix, require_positive_int
 from .base import PackedMatrix
 
 MAX_COLUMNS = 65_535  # a word holds a 16-bit neuron index

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from .._checks import missing_extra
+from .._errors import missing_extra
 
 if importlib.util.find_spec("transformers") is None:
     raise missing_extra("twell.hf needs transformers", "hf")

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import cached_file
 
-from .._checks import reject
+from .._errors import reject
 from .config import SparsityConfig
 
 # Training state inside released checkpoints.

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .._checks import reject
+from .._errors import reject
 from .layers import sparse_mlps
 
 

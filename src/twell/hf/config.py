@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from transformers import LlamaConfig, Qwen2Config
 
-from .._checks import reject, require_positive_int
+from .._errors import reject, require_positive_int
 from .._log import log_once
 from ..activations import Activation
 

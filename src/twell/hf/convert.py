@@ -16,7 +16,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from .._checks import reject
+from .._errors import reject
 from .._log import log_once
 from ..activations import Activation
 from .checkpoints import HUB_OPTIONS

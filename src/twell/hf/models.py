@@ -24,7 +24,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from .._checks import reject
+from .._errors import reject
 from .._log import log_once
 from ..functional import FfnStats
 from ..nn import SparseMLP

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from .._log import note_path
 from .._observers import operations_are_observed
-from .args import PLAIN, FfnArgs, FfnOutput, Gradients
+from ..problem import PLAIN, FfnArgs, FfnOutput, Gradients
 from .cpu.gemm import Form, form_for, reads_badly, sum_all_rows
 
 _SUM_ROWS_TOKENS = 16  # from here on one copy of the weights is faster (7 ms at H 4096, D 1024)

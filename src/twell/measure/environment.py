@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from .._checks import reject
+from .._errors import reject
 from .._processor import cpu_name
 from .._version import __version__
 

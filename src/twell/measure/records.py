@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from .._checks import reject
+from .._errors import reject
 from .._files import write_atomically
 from . import environment
 from .timing import Timing

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import numpy as np
 import torch
 
-from .._checks import reject, require_positive_int
+from .._errors import reject, require_positive_int
 from .environment import checked_device
 
 SAMPLE_SECONDS = 1e-3

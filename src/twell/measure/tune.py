@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import reject
+from .._errors import reject
 from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
 from ..crossover.gpu import Shape, store
 from ..functional import ffn

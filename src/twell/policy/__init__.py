@@ -9,9 +9,9 @@ anything was known; `decide_backward` takes their backward. `crossover` holds wh
 from __future__ import annotations
 
 from ..backends import get_backend
-from ..kernels.args import Decision, FfnArgs, source_of
 from ..kernels.gpu.sizes import DEFAULT_ROWS
 from ..layer_state import LayerState, layer_of
+from ..problem import Decision, FfnArgs, source_of
 from . import cpu, gpu
 from .resolution import Resolution, resolve, resolve_cached, resolve_observed
 

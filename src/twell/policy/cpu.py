@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ..crossover.cpu import MANY_TOKENS, PROBE_UNION, block_pays, row_limit
-from ..kernels.args import Decision, FfnArgs
 from ..kernels.cpu.backward import active_pairs
 from ..kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
 from ..kernels.cpu.weights import CpuSite, site_of
 from ..layer_state import LayerState
+from ..problem import Decision, FfnArgs
 
 # What a core does in the dense finish, fp32: it reads 10 GB/s of cold weights (2 Zen 3 cores 15 together, 16
 # Sapphire Rapids cores 180) and multiplies at 60 GFLOP/s (139 and 900 together).

@@ -6,7 +6,6 @@ import torch
 
 from .._log import log_once
 from ..crossover.gpu import Shape, share_limit
-from ..kernels.args import Decision, FfnArgs
 from ..kernels.gpu.device import gpu_of
 from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (
@@ -17,6 +16,7 @@ from ..kernels.gpu.sizes import (
     whole_blocks,
 )
 from ..layer_state import LayerState
+from ..problem import Decision, FfnArgs
 
 # 768 tokens at D 2048, H 5632. Between decode and this much work, sparse lost.
 BLOCK_OPERATIONS = 5.3e10

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path, PurePath
 from typing import Any
 
-from .._checks import is_local, reject
+from .._errors import is_local, reject
 from .._files import digest_of_file, digest_of_json, write_json
 
 MANIFEST = "manifest.json"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._checks import reject
+from .._errors import reject
 from .._files import user_cache
 from ..activations import Activation
 from ..plan import Plan

@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from .._checks import reject
+from .._errors import reject
 from .._files import needs_space, write_atomically
 from .._log import log_once
 

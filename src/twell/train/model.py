@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from .. import hf
-from .._checks import reject
+from .._errors import reject
 from ..plan import Plan
 from .checkpoints import MODEL, find_model
 from .config import ARCHITECTURES, ModelConfig, RunConfig

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .._checks import reject
+from .._errors import reject
 from ..nn import SparseMLP
 from .distributed import sum_over_all
 

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 from typing import Any
 
-from .._checks import reject
+from .._errors import reject
 
 Settings = dict[str, Any]
 

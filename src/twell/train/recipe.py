@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from .._checks import reject
+from .._errors import reject
 from ..hf import sparse_mlps
 from .config import RunConfig
 from .distributed import generator_of, is_first, sum_over_all

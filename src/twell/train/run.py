@@ -24,7 +24,7 @@ from transformers.trainer_utils import IntervalStrategy
 from transformers.utils import logging as transformers_logging
 
 from .. import hf
-from .._checks import reject
+from .._errors import reject
 from .._files import needs_space, read_json_object, remove, remove_leftovers, replace_folder, write_json
 from .._log import log_once
 from .._processor import make_products_safe

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .._checks import reject
+from .._errors import reject
 from .._files import digest_of, locked, make_folder, read_json_object, write_atomically, write_json
 from .._log import log_once
 from .config import RunConfig

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from .._checks import reject
+from .._errors import reject
 from .config import RunConfig
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
-from .._checks import reject
+from .._errors import reject
 from .._files import needs_space
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig

@@ -7,13 +7,13 @@ import torch
 
 from twell import policy, reference
 from twell.activations import Activation
-from twell.kernels.args import Decision, FfnArgs, Saved
 from twell.kernels.cpu import backward as module
 from twell.kernels.cpu import csr
 from twell.kernels.cpu.backward import cpu_backward
 from twell.kernels.cpu.weights import site_of
 from twell.kernels.dense import dense_backward
 from twell.layer_state import LayerState
+from twell.problem import Decision, FfnArgs, Saved
 from twell.synthetic import make_ffn
 
 from ...accuracy import assert_accurate, stock_dense

@@ -10,10 +10,10 @@ import torch
 from twell import Plan, ffn, ffn_with_stats, policy, recorded_paths, reference
 from twell.activations import Activation
 from twell.kernels import dense
-from twell.kernels.args import FfnArgs
 from twell.kernels.cpu import forward, gemm
 from twell.kernels.cpu.gemm import reads_badly
 from twell.kernels.cpu.weights import WeightViews, site_of
+from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
 
 from ...accuracy import assert_accurate, stock_dense

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._log import note_path
 from ..._observers import operations_are_observed
 from ...activations import Activation, largest_at_most
-from ..args import PLAIN, Decision, FfnArgs, Gradients, Saved
+from ...problem import PLAIN, Decision, FfnArgs, Gradients, Saved
 from ..dense import dense_backward
 from .csr import RowPattern, RowSums, sampled_dot
 from .weights import site_of

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..._log import note_path
-from ..args import Decision, FfnArgs, FfnOutput, Saved
+from ...problem import Decision, FfnArgs, FfnOutput, Saved
 from .paths import Stats, finish_block, finish_dense, finish_row, finish_single_row
 from .weights import WeightViews
 

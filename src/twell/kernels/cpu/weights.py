@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..args import FfnArgs
+from ...problem import FfnArgs
 from . import gemm
 from .csr import PIECE_ROWS, RowPattern
 

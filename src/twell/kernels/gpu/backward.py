@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..args import Existing, FfnArgs
+from ...problem import Existing, FfnArgs
 from .backward_launches import Active, BackwardLaunches, Gradients, keeps_rest
 from .operands import STEADY, Operands, prepare, readable
 from .overflow import overflow_counter

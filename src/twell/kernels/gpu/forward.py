@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..._checks import reject
+from ..._errors import reject
 from ..._log import note_path
 from ...activations import largest_at_most
-from ..args import Decision, FfnArgs, FfnOutput
+from ...problem import Decision, FfnArgs, FfnOutput
 from ..dense import dense_forward, dense_forward_keeping
 from .block import BlockRun, blocks_kind, run_blocks, tokens_to_play
 from .decode import decode_kind, run_decode

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...activations import largest_at_most
-from ..args import FfnArgs
+from ...problem import FfnArgs
 
 
 @dataclass(frozen=True)

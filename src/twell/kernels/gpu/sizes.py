@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..args import FfnArgs
+from ...problem import FfnArgs
 
 DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list

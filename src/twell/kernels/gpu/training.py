@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._log import note_path
 from ...layer_state import Reading
-from ..args import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
+from ...problem import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
 from ..dense import dense_backward, dense_forward
 from .backward import gpu_backward, replay_backward
 from .backward_launches import Active

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..._checks import reject
+from ..._errors import reject
 from ..._files import DamagedError, digest_of_json, make_folder, open_or_build
 from ..._log import log_once
 from ..config import DataConfig

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from ..._checks import needed, reject
+from ..._errors import needed, reject
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.xz")
 PARQUET = (".parquet",)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from ..._checks import reject, require_positive_int
+from ..._errors import reject, require_positive_int
 from ..distributed import generator_of
 
 _CHUNK = 1 << 16

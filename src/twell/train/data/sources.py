@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._checks import needed, reject
+from ..._errors import needed, reject
 from ..._log import log_once
 from ..config import DataConfig
 from . import readers

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..._checks import reject
+from ..._errors import reject
 from ..._files import DamagedError, digest_of_file, new_digest, read_json_object, write_json
 from ..._log import log_once
 from ..config import DataConfig

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ..._checks import needed, reject
+from ..._errors import needed, reject
 from ..._files import DamagedError, digest_of, digest_of_json, make_folder, open_or_build
 from ..config import DataConfig
 from .sources import documents, fingerprint

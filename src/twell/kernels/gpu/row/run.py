@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...._checks import reject
+from ...._errors import reject
 from ....formats.row import MAX_COLUMNS
 from ..device import Gpu, gpu_of
 from ..operands import Operands

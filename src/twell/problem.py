@@ -1,4 +1,4 @@
-"""What every implementation of the feed-forward block receives and returns."""
+"""What a call is: its operands, what was decided for it, and what every implementation of it returns."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..activations import Activation
-from ..layer_state import LayerState, Reading
+from .activations import Activation
+from .layer_state import LayerState, Reading
 
 PLAIN = (Tensor, torch.nn.Parameter)  # types of which nothing but values is to be known
 
