@@ -319,12 +319,16 @@ def gather_products_hopper(
     target = (pool, rows, places, M, H, threshold)
     biases = (select_bias, up_bias)
     matrices = (select, down, up)
-    first = (target, biases, queue, ring, turns, D, E, 0, HAS_SELECT_BIAS, HAS_UP_BIAS, MATRICES)
-    second = (target, biases, queue, ring, turns, D, E, 1, HAS_SELECT_BIAS, HAS_UP_BIAS, MATRICES)
     gl.warp_specialize(
         [
-            (_multiply_again, first),
-            (_multiply_again, second),
+            (
+                _multiply_again,
+                (target, biases, queue, ring, turns, D, E, 0, HAS_SELECT_BIAS, HAS_UP_BIAS, MATRICES),
+            ),
+            (
+                _multiply_again,
+                (target, biases, queue, ring, turns, D, E, 1, HAS_SELECT_BIAS, HAS_UP_BIAS, MATRICES),
+            ),
             (_load_again, (x_desc, grad_desc, matrices, queue, ring, D, E, MATRICES)),
         ],
         [4, 4],
