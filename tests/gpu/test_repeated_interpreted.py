@@ -298,7 +298,7 @@ class TestSteps:
         operands = block(6, **SMALL)
         operands["down"] = operands["down"].mT.contiguous().mT
         want = steps(operands, plan)
-        monkeypatch.setattr("twell.kernels.gpu.backward.run.BackwardLaunches", None)
+        monkeypatch.setattr("twell.kernels.gpu.backward.BackwardLaunches", None)
         monkeypatch.setattr("twell.kernels.gpu.training.gpu_backward", None)
         with recorded_paths() as ran:
             found = steps(operands, plan)
