@@ -146,6 +146,8 @@ def rows_kernels(target, capability):
         sources = {name: f"tensordesc<bf16{shape}>" for name, shape in shapes.items()}
     options = {"num_warps": tiles.pack_warps, "num_stages": tiles.pack_stages}
     yield "pack_rows", compiled(pack.pack_rows, constants | words, sources, capability, **options)
+    uneven = constants | {"PLAIN": False, "EVEN": False}  # fatrelu
+    yield "pack_rows uneven", compiled(pack.pack_rows, uneven | words, sources, capability, **options)
     constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "HAS_DOWN_BIAS": False, "GATED": True}
     constants |= {"SQUARE": False, "TILES": 32, "GROUP": tiles.apply_group, "DEPTH": tiles.apply_depth}
     constants |= words | {"WIDTH": tiles.apply_width}
