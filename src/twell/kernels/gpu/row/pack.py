@@ -143,8 +143,8 @@ def _value_bits(
     An activation is positive or NaN, so this is 0 where a neuron is inactive and nowhere else.
     """
     if not EVEN:
-        # The zero weights past H still meet Inf and NaN. Masked at the end instead, fatrelu fails an assertion
-        # of LLVM's vectoriser in Triton 3.6, which ends the process.
+        # The zero weights past H still meet Inf and NaN. Masked at the end instead, fatrelu fails an
+        # assertion of LLVM's vectoriser in Triton 3.6, which ends the process.
         acc = tl.where(_neurons(first, OFFSET, acc.shape[2]) < H, acc, 0.0)
     value = activate_stored(acc, threshold, PLAIN, SQUARE, DTYPE)
     return value.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
