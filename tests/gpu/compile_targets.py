@@ -1,71 +1,91 @@
-"""Compiles every kernel for GPUs that are not there; run by test_compile.py in a process of its own.
+"""Compiles what the launchers launch, for GPUs that are not there; run by test_compile.py in its own process.
 
-Prints one line per kernel and target: name, capability, shared memory, spilled bytes.
+Calls run on CPU tensors as far as their launches, with a `Gpu` in place of the device's own. Prints one line
+per kernel: name, shared memory, spilled bytes.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from twell.kernels.gpu.decode import decode_tiles
+from twell import Plan, accumulate_in_place, ffn, ffn_with_stats
+from twell.backends import BACKENDS
+from twell.kernels.gpu import launch as launching
+from twell.kernels.gpu import sizes
+from twell.kernels.gpu import training as training_step
 from twell.kernels.gpu.device import Gpu
-from twell.kernels.gpu.row import apply, pack
-from twell.kernels.gpu.row.run import row_tiles
-from twell.kernels.gpu.tiles import block_tiles
-from twell.kernels.gpu.triton import decode, products, select, statistics, sums
+from twell.kernels.gpu.row import run as rows
 
-from . import compile_backward
+from ..backends import added
 
-POINTERS = {
-    "bias": "*bf16", "select_bias": "*bf16", "up_bias": "*bf16", "x": "*bf16", "w": "*bf16",
-    "select": "*bf16", "up": "*bf16", "values": "*bf16", "hidden": "*bf16", "y": "*bf16",
-    "active": "*u8", "lists": "*i32",
-    "counts": "*i32", "neurons": "*i32", "work": "*i32", "counter": "*i32", "firing": "*i64",
-    "sums": "*fp64", "words": "*i32", "down": "*bf16", "down_bias": "*bf16",
-    "out": "*bf16", "rest": "*bf16", "weights": "*bf16", "more_weights": "*bf16", "spans": "*i32",
-}  # fmt: skip
-NUMBERS = {
-    "M": "i32", "H": "i32", "D": "i32", "E": "i32", "threshold": "fp32", "chunks_per_block": "i32",
-    "padded": "i32", "blocks": "i32", "per_program": "i32", "tiles": "i32",
-    "width": "i32", "rows": "i32",
-}  # fmt: skip
+HIDDEN, NEURONS = 2048, 5632
+MANY = 2048  # tokens that give every processor large tiles
+# With the shared memory of A100, H100 and B200. Hopper's own kernels take 16-bit types only.
+GPUS = {
+    "80": Gpu(name="A100", capability=(8, 0), processors=108, shared_memory=166_912),
+    "90": Gpu(name="H100", capability=(9, 0), processors=132, shared_memory=232_448),
+    "100": Gpu(name="B200", capability=(10, 0), processors=148, shared_memory=232_448),
+}
 
 
-NOT_ALIGNED = ("M", "blocks", "tiles", "tokens", "limit", "units", "processors", "plane", "planes", "counter")
+class Driver:
+    """What Triton asks its driver for when it compiles, and nothing that takes a device."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._target = GPUTarget("cuda", 10 * gpu.capability[0] + gpu.capability[1], 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def launcher_cls(self, *given) -> None:
+        """A compiled kernel makes its launcher at once."""
 
 
-def compiled(function, constants, descriptors, capability, *, gluon=False, **options):
-    """The compiled kernel; every pointer and size is taken as a multiple of 16, as in real models."""
-    names = function.arg_names
-    signature = {}
-    for name in names:
-        if name in constants:
-            signature[name] = "constexpr"
-        else:
-            signature[name] = descriptors.get(name) or POINTERS.get(name) or NUMBERS[name]
-    values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if name not in constants and signature[name] not in ("fp32",)
-        if name not in NOT_ALIGNED and not signature[name].startswith("tensordesc")
-    }
-    source_type = ASTSource
-    if gluon:
-        from triton.experimental.gluon import _runtime
+class Compiler:
+    """Takes the place of `launch`: compiles, prints, and launches nothing."""
 
-        source_type = _runtime.GluonASTSource
-    source = source_type(function, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    def __init__(self) -> None:
+        self._seen: set[tuple] = set()
+
+    def __call__(self, kind, kernel, grid, arguments, constants, **options) -> None:
+        real = [launching.through_triton(argument) for argument in arguments]
+        self.compile(kernel, grid, real, constants | options)
+
+    def compile(self, kernel, grid, arguments, constants) -> None:
+        kinds = [getattr(argument, "dtype", None) for argument in arguments]
+        key = kernel.__name__, repr(sorted(constants.items(), key=str)), repr(kinds)
+        if key not in self._seen:
+            self._seen.add(key)
+            compiled = kernel.warmup(*arguments, grid=grid, **constants)
+            print(f"{kernel.__name__} | {compiled.metadata.shared} | {spilled_bytes(compiled)}", flush=True)
+
+
+class FrontDoor:
+    """Takes the place of a kernel that is launched as Triton's documentation does."""
+
+    def __init__(self, kernel, compiler: Compiler) -> None:
+        self._kernel, self._compiler = kernel, compiler
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: self._compiler.compile(
+            self._kernel, grid, arguments, constants
+        )
 
 
 def spilled_bytes(kernel) -> int:
@@ -78,144 +98,110 @@ def spilled_bytes(kernel) -> int:
     return sum(map(int, re.findall(r"STACK:(\d+)", report.stdout + report.stderr)))
 
 
-def portable_target(capability):
-    """With the shared memory of A100, H100 and B200."""
-    memory = {80: 166_912, 90: 232_448, 100: 232_448}[capability]
-    return Gpu(name="", capability=divmod(capability, 10), processors=100, shared_memory=memory)
+@contextmanager
+def pretended(gpu: Gpu):
+    """Calls of backend "compiled" compile for `gpu`."""
+    triton.runtime.driver.set_active(Driver(gpu))
+    real, compiler = launching.launch, Compiler()
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("twell.kernels.gpu"):
+                if getattr(module, "launch", None) is real:
+                    stack.enter_context(mock.patch.object(module, "launch", compiler))
+                if hasattr(module, "gpu_of"):
+                    stack.enter_context(mock.patch.object(module, "gpu_of", return_value=gpu))
+        for kernel in ("pack_rows", "apply_rows"):
+            stack.enter_context(mock.patch.object(rows, kernel, FrontDoor(getattr(rows, kernel), compiler)))
+        backend = replace(BACKENDS["gpu"], name="compiled", refusal=lambda site: None)
+        stack.enter_context(added(backend))
+        yield
 
 
-def portable(capability):
-    target = portable_target(capability)  # tiles are what the launchers would choose there
-    tiles = block_tiles(target, torch.bfloat16, 1 << 16, 5632, 0)
-    x = f"tensordesc<bf16[{tiles.rows}, {tiles.select_depth}]>"
-    w = f"tensordesc<bf16[{tiles.select_neurons}, {tiles.select_depth}]>"
-    hidden = f"tensordesc<bf16[{tiles.down_depth}, {tiles.rows}]>"
+def call(
+    tokens: int,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    gated: bool = True,
+    biased: bool = False,
+    activation: str = "relu",
+    path: str = "block",
+    rows: int = 0,
+    recorded: bool = False,
+    trained: bool = False,
+    added_up: bool = False,
+    hidden: int = HIDDEN,
+    neurons: int = NEURONS,
+) -> None:
+    """added_up: the step adds 16-bit gradients to float32 ones."""
 
-    constants = {"HAS_BIAS": False, "PLAIN": True, "SQUARE": False, "NEURONS": tiles.select_neurons}
-    constants |= {"ROWS": tiles.rows, "DEPTH": tiles.select_depth}
-    options = {"num_warps": tiles.select_warps, "num_stages": tiles.select_stages}
-    descriptors = {"x_desc": x, "w_desc": w}
-    kernel = compiled(select.select_blocks, constants, descriptors, capability, **options)
-    yield "select_blocks", kernel
+    def empty(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype).requires_grad_(trained)
 
-    constants = {"CHUNK": tiles.up_chunk, "WIDTH": 8192, "FILL": 256}
-    yield "list_active", compiled(select.list_active, constants, {}, capability, num_warps=8)
+    operands = {"x": empty(tokens, hidden), "up": empty(neurons, hidden)}
+    operands["down"] = torch.empty(neurons, hidden, dtype=dtype).mT.requires_grad_(trained)
+    if gated:
+        operands["gate"] = empty(neurons, hidden)
+    if biased:
+        operands |= {"up_bias": empty(neurons), "down_bias": empty(hidden)}
+        if gated:
+            operands["gate_bias"] = empty(neurons)
+    plan = Plan(path=path, block_rows=rows, backend="compiled")
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(trained))
+        if added_up:
+            for operand in operands.values():
+                operand.grad_dtype = torch.float32
+                operand.grad = torch.empty_like(operand, dtype=torch.float32)
+            stack.enter_context(accumulate_in_place())
+        if recorded:
+            y, stats = ffn_with_stats(**operands, activation=activation, plan=plan)
+            loss = y.float().sum() + stats.l1
+        else:
+            loss = ffn(**operands, activation=activation, plan=plan).float().sum()
+        if trained:
+            loss.backward()
 
-    constants = {"HAS_BIAS": True, "CHUNK": tiles.up_chunk, "ROWS": tiles.rows, "DEPTH": tiles.up_depth}
-    options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
-    yield "up_blocks", compiled(products.up_blocks, constants, {"x_desc": x}, capability, **options)
 
-    for packed in (True, False):
-        constants = {"PLANES": 1, "SPANS": 0, "PACKED": packed, "HAS_BIAS": False, "LATER": 0}
-        constants |= {"HAS_REST": False, "OVERFLOWED_ONLY": False}
-        constants |= {"WIDTH": tiles.down_width, "ROWS": tiles.rows, "DEPTH": tiles.down_depth}
-        options = {"num_warps": tiles.down_warps, "num_stages": tiles.down_stages}
-        descriptors = {"v_desc": hidden if packed else "*bf16"}
-        kernel = compiled(sums.gathered_sums, constants, descriptors, capability, **options)
-        yield f"gathered_sums packed={packed}", kernel
+def hopper() -> None:
+    """Hopper's own kernels."""
+    call(MANY)
+    call(MANY, biased=True, activation="relu2", recorded=True)
+    call(MANY, rows=64)
+    for tokens, hidden, biased in ((1, 2048, False), (32, 2048, True), (32, 4096, True), (64, 2048, False)):
+        call(tokens, hidden=hidden, biased=biased, activation="relu2" if biased else "relu")
+    call(MANY, trained=True)
+    call(MANY, trained=True, biased=True, recorded=True, rows=64)
+    call(MANY, trained=True, added_up=True)
+    with mock.patch.object(sizes, "ONE_ROUND_BYTES", 0):
+        call(MANY, trained=True, biased=True, recorded=True)
+        with mock.patch.object(training_step, "_expects_overflow", return_value=False):
+            call(MANY, trained=True)
 
+
+def portable() -> None:
+    """Kernels for GPUs before and after Hopper; D is no multiple of 64, which Hopper's would want."""
+    hidden = HIDDEN + 16
+    call(MANY, hidden=hidden, recorded=True, biased=True)
+    call(MANY, hidden=hidden, gated=False, biased=True)
     for tokens in (1, 16, 64):
-        few_ = decode_tiles(target, torch.bfloat16, tokens, 5632, 2048)
-        shared = {"NEURONS": few_.neurons, "ROWS": few_.rows, "CHAINED": capability >= 90}
-        constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "GATED": True, "SQUARE": False}
-        constants |= shared | {"DEPTH": few_.depth}
-        options = {"num_warps": few_.warps, "num_stages": few_.stages}
-        kernel = compiled(decode.decode_select_up, constants, {}, capability, **options)
-        yield f"decode_select_up tokens={tokens}", kernel
-        constants = {"HAS_BIAS": False, "TILES": few_.side, "WIDTH": few_.width, **shared}
-        options = {"num_warps": few_.down_warps, "num_stages": few_.down_stages}
-        yield (
-            f"decode_down tokens={tokens}",
-            compiled(decode.decode_down, constants, {}, capability, **options),
-        )
-
-    yield from rows_kernels(target, capability)
-    tile = {"NEURONS": 32, "ROWS": tiles.rows}
-    yield "count_firing", compiled(statistics.count_firing, tile, {}, capability)
-    yield "sum_magnitudes", compiled(statistics.sum_magnitudes, {**tile, "PACKED": True}, {}, capability)
+        call(tokens, hidden=hidden)
+    call(MANY, hidden=hidden, path="row")
+    call(MANY, hidden=hidden, path="row", activation="fatrelu(0.5)", neurons=NEURONS + 16)
 
 
-def rows_kernels(target, capability):
-    tiles = row_tiles(target, 2048, 2048)
-    words = {"TILE": tiles.tile, "WORDS": tiles.tile // 8}
-    constants = {"HOPPER": tiles.pack_hopper, "IN_PLACE": True, "HAS_BIAS": False, "PLAIN": True}
-    constants |= {"SQUARE": False, "EVEN": True, "TOKENS": tiles.pack_tokens, "DEPTH": tiles.pack_depth}
-    sources = {}
-    if tiles.pack_hopper:
-        shapes = {"x": [tiles.pack_tokens, tiles.pack_depth], "w": [tiles.tile, tiles.pack_depth]}
-        sources = {name: f"tensordesc<bf16{shape}>" for name, shape in shapes.items()}
-    options = {"num_warps": tiles.pack_warps, "num_stages": tiles.pack_stages}
-    yield "pack_rows", compiled(pack.pack_rows, constants | words, sources, capability, **options)
-    uneven = constants | {"PLAIN": False, "EVEN": False}  # fatrelu
-    yield "pack_rows uneven", compiled(pack.pack_rows, uneven | words, sources, capability, **options)
-    constants = {"HAS_SELECT_BIAS": False, "HAS_UP_BIAS": False, "HAS_DOWN_BIAS": False, "GATED": True}
-    constants |= {"SQUARE": False, "TILES": 32, "GROUP": tiles.apply_group, "DEPTH": tiles.apply_depth}
-    constants |= words | {"WIDTH": tiles.apply_width}
-    options = {"num_warps": tiles.apply_warps}
-    yield "apply_rows", compiled(apply.apply_rows, constants, {}, capability, **options)
+def training() -> None:
+    with mock.patch.object(sizes, "ONE_ROUND_BYTES", 0):
+        call(MANY, hidden=HIDDEN + 16, trained=True, biased=True, recorded=True)
+    call(MANY, hidden=HIDDEN + 16, trained=True, added_up=True)
 
 
-def layout(*shape):
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16)
-
-
-def descriptor(*shape):
-    return f"tensordesc<bf16{list(shape)},{layout(*shape)!r}>"
-
-
-def hopper():
-    from twell.kernels.gpu.hopper import decode_down, decode_select, products, select, sums
-    from twell.kernels.gpu.hopper.decode import hopper_decode_tiles
-
-    target = Gpu(name="", capability=(9, 0), processors=132, shared_memory=232_448)
-    options = {"gluon": True, "num_warps": 4}
-    for rows, bias in ((128, False), (128, True), (64, False)):
-        name = f"rows={rows} bias={bias}"
-        constants = {"ROWS": rows, "HAS_BIAS": bias, "PLAIN": not bias, "SQUARE": bias, "STAGES": 4}
-        sources = {"x_desc": descriptor(2 * rows, 64), "w_desc": descriptor(16384 // rows, 64)}
-        kernel = compiled(select.select_blocks_hopper, constants, sources, 90, **options)
-        yield f"select_blocks_hopper {name}", kernel
-        constants = {"CHUNK": 128, "W_LAYOUT": layout(128, 64), "HAS_BIAS": bias, "STAGES": 6}
-        sources = {"x_desc": descriptor(rows, 64)}
-        yield (
-            f"up_blocks_hopper {name}",
-            compiled(products.up_blocks_hopper, constants, sources, 90, **options),
-        )
-    for planes, spans, bias, later in ((1, 0, False, 0), (1, 0, True, 0), (2, 1, False, 0), (2, 1, False, 1)):
-        constants = {"PLANES": planes, "SPANS": spans, "HAS_BIAS": bias, "LATER": later}
-        constants |= {"W_LAYOUT": layout(64, 256), "STAGES": 3}
-        sources = {"v_desc": descriptor(64, 128), "out_desc": descriptor(64, 256)}
-        kernel = compiled(sums.gathered_sums_hopper, constants, sources, 90, **options)
-        yield f"gathered_sums_hopper planes={planes} bias={bias} later={later}", kernel
-    for tokens, features, bias in ((1, 2048, False), (32, 2048, True), (32, 4096, True), (64, 2048, False)):
-        few_ = hopper_decode_tiles(target, tokens, features, features)
-        constants = {"HAS_SELECT_BIAS": bias, "HAS_UP_BIAS": bias, "GATED": True, "SQUARE": bias}
-        constants |= {"X_TILES": few_.x_tiles, "GATHERED": few_.gathered, "STAGES": few_.stages}
-        constants["RESIDENT"] = few_.resident
-        sources = {name: descriptor(64, 128) for name in ("select_desc", "up_desc")}
-        sources["x_desc"] = descriptor(few_.rows, 128)
-        kernel = compiled(decode_select.decode_select_up_hopper, constants, sources, 90, **options)
-        yield f"decode_select_up_hopper tokens={tokens} features={features} bias={bias}", kernel
-        constants = {"HAS_BIAS": bias, "ROWS": few_.rows, "PART": few_.part, "WIDTH": few_.width}
-        constants |= {"TILES": few_.side}
-        kernel = compiled(decode_down.decode_down_hopper, constants, {}, 90, gluon=True, num_warps=8)
-        yield f"decode_down_hopper tokens={tokens} features={features} bias={bias}", kernel
-
-
-def backward(target):
-    if target == "hopper":
-        return compile_backward.hopper(compiled, layout, descriptor)
-    if target == "90":
-        return ()  # Hopper's own are above; what runs on the generations before and after stands for it
-    return compile_backward.portable(compiled, portable_target(int(target)), int(target))
+CALLS = {"80": (portable, training), "90": (portable,), "100": (portable, training), "hopper": (hopper,)}
 
 
 def main(target: str) -> None:
-    kernels = hopper() if target == "hopper" else portable(int(target))
-    for name, kernel in itertools.chain(kernels, backward(target)):
-        print(f"{name} | {target} | {kernel.metadata.shared} | {spilled_bytes(kernel)}", flush=True)
+    with pretended(GPUS["90" if target == "hopper" else target]):
+        for calls in CALLS[target]:
+            calls()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FEW_BYTES = 128  # of stack: compilers differ by a few registers; a tile that does not fit takes far more
 SHARED_BYTES = {"80": 166_912, "90": 232_448, "100": 232_448, "hopper": 232_448}
-KERNELS = {"80": 27, "90": 16, "100": 27, "hopper": 25}
+KERNELS = {"80": 37, "90": 14, "100": 37, "hopper": 49}
 
 
 # The kernels of 100 are those of 80, for another machine: half a minute that `TWELL_ALL_TARGETS=1` takes.
@@ -34,5 +34,5 @@ def test_compiles(target, tmp_path):
     assert result.returncode == 0, result.stderr[-2000:]
     lines = [line.split(" | ") for line in result.stdout.splitlines()]
     assert len(lines) == KERNELS[target]
-    assert {name: int(spilled) for name, _, _, spilled in lines if int(spilled) > FEW_BYTES} == {}
-    assert {name: int(shared) for name, _, shared, _ in lines if int(shared) > SHARED_BYTES[target]} == {}
+    assert {name: int(spilled) for name, _, spilled in lines if int(spilled) > FEW_BYTES} == {}
+    assert {name: int(shared) for name, shared, _ in lines if int(shared) > SHARED_BYTES[target]} == {}

@@ -72,19 +72,11 @@ class BlockLaunches:
             from .hopper.block import launch_select
 
             return launch_select(self, x)
-        operands, tiles, workspace = self.operands, self.tiles, self.workspace
+        operands, tiles = self.operands, self.tiles
         work = self.blocks(x.shape[0]) * cdiv(operands.neurons, tiles.select_neurons)
-        arguments = (
+        arguments = self.select_arguments(
             Tiled(x, [tiles.rows, tiles.select_depth], by_tokens=True),
             Tiled(operands.select, [tiles.select_neurons, tiles.select_depth]),
-            operands.pointer(operands.select_bias),
-            workspace.values,
-            workspace.active,
-            workspace.counter,
-            Tokens(x.shape[0]),
-            operands.neurons,
-            operands.features,
-            operands.threshold,
         )
         constants = {
             "HAS_BIAS": operands.select_bias is not None,
@@ -97,6 +89,21 @@ class BlockLaunches:
         options = {"num_warps": tiles.select_warps, "num_stages": tiles.select_stages}
         grid = (min(self.gpu.processors, work),)
         return launch(self.kind, select_blocks, grid, arguments, constants, **options)
+
+    def select_arguments(self, x: Tiled, select: Tiled) -> tuple:
+        operands, workspace = self.operands, self.workspace
+        return (
+            x,
+            select,
+            operands.pointer(operands.select_bias),
+            workspace.values,
+            workspace.active,
+            workspace.counter,
+            Tokens(x.source.shape[0]),
+            operands.neurons,
+            operands.features,
+            operands.threshold,
+        )
 
     def list(self, tokens: int) -> None:
         """lists, counts and work items from active; select has set the counter to 0."""
@@ -122,10 +129,23 @@ class BlockLaunches:
             from .hopper.block import launch_up
 
             return launch_up(self, x)
-        operands, tiles, workspace = self.operands, self.tiles, self.workspace
+        operands, tiles = self.operands, self.tiles
         most = self.blocks(x.shape[0]) * self.chunks
-        arguments = (
-            Tiled(x, [tiles.rows, tiles.up_depth], by_tokens=True),
+        arguments = self.up_arguments(Tiled(x, [tiles.rows, tiles.up_depth], by_tokens=True))
+        constants = {
+            "HAS_BIAS": operands.up_bias is not None,
+            "CHUNK": self.chunk,
+            "ROWS": tiles.rows,
+            "DEPTH": tiles.up_depth,
+        }
+        options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
+        grid = (min(self.gpu.processors * tiles.up_programs, most),)
+        return launch(self.kind, up_blocks, grid, arguments, constants, **options)
+
+    def up_arguments(self, x: Tiled) -> tuple:
+        operands, workspace = self.operands, self.workspace
+        return (
+            x,
             operands.up,
             operands.pointer(operands.up_bias),
             workspace.values,
@@ -138,15 +158,6 @@ class BlockLaunches:
             operands.features,
             self.chunks,
         )
-        constants = {
-            "HAS_BIAS": operands.up_bias is not None,
-            "CHUNK": self.chunk,
-            "ROWS": tiles.rows,
-            "DEPTH": tiles.up_depth,
-        }
-        options = {"num_warps": tiles.up_warps, "num_stages": tiles.up_stages}
-        grid = (min(self.gpu.processors * tiles.up_programs, most),)
-        return launch(self.kind, up_blocks, grid, arguments, constants, **options)
 
     def down(self, y: Tensor) -> None:
         """y [m, E] of the slab from hidden."""

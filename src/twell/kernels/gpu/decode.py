@@ -143,11 +143,7 @@ def _launch(operands: Operands, tiles: DecodeTiles, packed: tuple[Piece, Piece, 
         operands.features,
         operands.threshold,
     )
-    constants = {
-        "HAS_SELECT_BIAS": operands.select_bias is not None,
-        "HAS_UP_BIAS": operands.up_bias is not None,
-        "GATED": operands.up is not None,
-        "SQUARE": operands.square,
+    constants = select_constants(operands) | {
         "NEURONS": tiles.neurons,
         "ROWS": tiles.rows,
         "DEPTH": tiles.depth,
@@ -155,15 +151,7 @@ def _launch(operands: Operands, tiles: DecodeTiles, packed: tuple[Piece, Piece, 
     }
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     launch(compiled, decode_select_up, (count, blocks), arguments, constants, **options)
-    arguments = (
-        operands.down,
-        operands.pointer(operands.down_bias),
-        *packed,
-        y,
-        Tokens(operands.tokens),
-        operands.outputs,
-        count,
-    )
+    arguments = down_arguments(operands, packed, y, count)
     constants = {
         "HAS_BIAS": operands.down_bias is not None,
         "NEURONS": tiles.neurons,
@@ -177,3 +165,25 @@ def _launch(operands: Operands, tiles: DecodeTiles, packed: tuple[Piece, Piece, 
         options["launch_pdl"] = True
     grid = (cdiv(operands.outputs, tiles.width), blocks)
     launch(compiled, decode_down, grid, arguments, constants, **options)
+
+
+def select_constants(operands: Operands) -> dict[str, bool]:
+    return {
+        "HAS_SELECT_BIAS": operands.select_bias is not None,
+        "HAS_UP_BIAS": operands.up_bias is not None,
+        "GATED": operands.up is not None,
+        "SQUARE": operands.square,
+    }
+
+
+def down_arguments(operands: Operands, packed: tuple[Piece, Piece, Piece], y: Tensor, tiles: int) -> tuple:
+    """tiles: of neurons."""
+    return (
+        operands.down,
+        operands.pointer(operands.down_bias),
+        *packed,
+        y,
+        Tokens(operands.tokens),
+        operands.outputs,
+        tiles,
+    )

@@ -36,21 +36,12 @@ def tiled(source: Source, block: list[int], by_tokens: bool = False) -> Tiled:
 
 
 def launch_select(launches: BlockLaunches, x: Tensor) -> None:
-    operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
+    operands, tiles = launches.operands, launches.tiles
     tokens = 2 * tiles.rows
     neurons = _SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
-    arguments = (
-        tiled(x, [tokens, _DEPTH], by_tokens=True),
-        tiled(operands.select, [neurons, _DEPTH]),
-        operands.pointer(operands.select_bias),
-        workspace.values,
-        workspace.active,
-        workspace.counter,
-        Tokens(x.shape[0]),
-        operands.neurons,
-        operands.features,
-        operands.threshold,
+    arguments = launches.select_arguments(
+        tiled(x, [tokens, _DEPTH], by_tokens=True), tiled(operands.select, [neurons, _DEPTH])
     )
     constants = {
         "ROWS": tiles.rows,
@@ -64,21 +55,8 @@ def launch_select(launches: BlockLaunches, x: Tensor) -> None:
 
 
 def launch_up(launches: BlockLaunches, x: Tensor) -> None:
-    operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
-    arguments = (
-        tiled(x, [tiles.rows, _DEPTH], by_tokens=True),
-        operands.up,
-        operands.pointer(operands.up_bias),
-        workspace.values,
-        workspace.hidden,
-        workspace.lists,
-        workspace.counts,
-        workspace.work,
-        workspace.counter,
-        operands.neurons,
-        operands.features,
-        launches.chunks,
-    )
+    operands = launches.operands
+    arguments = launches.up_arguments(tiled(x, [launches.tiles.rows, _DEPTH], by_tokens=True))
     constants = {
         "HAS_BIAS": operands.up_bias is not None,
         "CHUNK": launches.chunk,

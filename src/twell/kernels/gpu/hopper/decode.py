@@ -20,6 +20,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from ..decode import down_arguments, select_constants
 from ..device import Gpu, gpu_of
 from ..launch import Tokens, kind_number, launch
 from ..operands import Operands
@@ -110,11 +111,7 @@ def launch_hopper(
         operands.features,
         operands.threshold,
     )
-    constants = {
-        "HAS_SELECT_BIAS": operands.select_bias is not None,
-        "HAS_UP_BIAS": operands.up_bias is not None,
-        "GATED": operands.up is not None,
-        "SQUARE": operands.square,
+    constants = select_constants(operands) | {
         "X_TILES": tiles.x_tiles,
         "GATHERED": tiles.gathered,
         "STAGES": tiles.stages,
@@ -122,15 +119,7 @@ def launch_hopper(
     }
     grid = (min(gpu.processors, count),)
     launch(compiled, decode_select_up_hopper, grid, arguments, constants, num_warps=_WARPS)
-    arguments = (
-        operands.down,
-        operands.pointer(operands.down_bias),
-        *packed,
-        y,
-        Tokens(operands.tokens),
-        operands.outputs,
-        count,
-    )
+    arguments = down_arguments(operands, packed, y, count)
     constants = {
         "HAS_BIAS": operands.down_bias is not None,
         "ROWS": tiles.rows,
