@@ -338,7 +338,7 @@ def test_slabs(monkeypatch):
 
 def test_token_counts_do_not_compile_anew():
     """A capture must never meet a kernel that was not loaded: one per kind of call, whatever the tokens."""
-    from twell.kernels.gpu.hopper.decode import decode_down_hopper, decode_select_up_hopper
+    from twell.kernels.gpu.hopper.launch_decode import decode_down_hopper, decode_select_up_hopper
     from twell.kernels.gpu.triton.decode import decode_down, decode_select_up
 
     kernels = (decode_select_up, decode_down, decode_select_up_hopper, decode_down_hopper)

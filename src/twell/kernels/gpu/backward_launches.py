@@ -27,13 +27,13 @@ from .device import Gpu, gpu_of
 from .launch import Source, Tiled, kind_number, launch
 from .operands import Operands, element_bytes
 from .overflow import overflow_counter
+from .portable_tiles import backward_tiles
 from .sizes import backward_rounds, cdiv, planes_of, power_of_two
-from .tiles import backward_tiles
 from .triton.combine import combine
 from .triton.products import gather_products
 from .triton.schedule import count_tokens, order_neurons, plan_rounds
 from .triton.sums import gathered_sums
-from .triton.weights import bias_sums, frequent_weights, rare_weights
+from .triton.weight_gradients import bias_sums, frequent_weights, rare_weights
 from .workspace import Part, buffer_sizes, carve
 
 # A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
@@ -146,7 +146,7 @@ class BackwardLaunches:
     @property
     def _tiled(self) -> Callable[[Source, list[int]], Tiled]:
         if self.hopper:
-            from .hopper.block import tiled
+            from .hopper.launch_block import tiled
 
             return tiled
         return Tiled
@@ -235,7 +235,7 @@ class BackwardLaunches:
         }
         grid = (min(self.gpu.processors, self.blocks * self.chunks_per_round * self.planes),)
         if self.hopper:
-            from .hopper.backward import launch_products
+            from .hopper.launch_backward import launch_products
 
             return launch_products(self, grid, arguments, constants)
         constants |= {"ROWS": rows, "DEPTH": tiles.depth}
@@ -307,7 +307,7 @@ class BackwardLaunches:
         """Hopper's kernel keeps no rest, so it leaves overflow blocks to the portable one."""
         by_hopper = self.hopper and self.active.rows == 128 and self.gated
         if by_hopper and (turn == 0 or self.rest is None):
-            from .hopper.backward import launch_inputs
+            from .hopper.launch_backward import launch_inputs
 
             launch_inputs(self, turn)
             if self.rest is None:
@@ -349,7 +349,7 @@ class BackwardLaunches:
 
     def frequent(self) -> None:
         if self.hopper and self.active.rows == 128:
-            from .hopper.backward import launch_frequent
+            from .hopper.launch_backward import launch_frequent
 
             launch_frequent(self)
             return

@@ -10,8 +10,8 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Tiled, Tokens, kind_number, launch
 from .operands import Operands, element_bytes
+from .portable_tiles import BlockTiles, block_tiles
 from .sizes import READ_AHEAD, cdiv, power_of_two
-from .tiles import BlockTiles, block_tiles
 from .triton.products import up_blocks
 from .triton.select import list_active, select_blocks
 from .triton.sums import gathered_sums
@@ -69,7 +69,7 @@ class BlockLaunches:
     def select(self, x: Tensor) -> None:
         """active and values of the slab x [m, D]."""
         if self.hopper:  # imported here: other devices need no Gluon
-            from .hopper.block import launch_select
+            from .hopper.launch_block import launch_select
 
             return launch_select(self, x)
         operands, tiles = self.operands, self.tiles
@@ -126,7 +126,7 @@ class BlockLaunches:
         if not self.gated:
             return None
         if self.hopper:
-            from .hopper.block import launch_up
+            from .hopper.launch_block import launch_up
 
             return launch_up(self, x)
         operands, tiles = self.operands, self.tiles
@@ -163,7 +163,7 @@ class BlockLaunches:
         """y [m, E] of the slab from hidden."""
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
         if self.hopper and self.gated and tiles.rows == 128 and operands.outputs % 64 == 0:
-            from .hopper.block import launch_down
+            from .hopper.launch_block import launch_down
 
             return launch_down(self, y)
         hidden = workspace.hidden

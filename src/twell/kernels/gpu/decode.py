@@ -94,7 +94,7 @@ def run_decode(operands: Operands, tapes: Tapes | None = None) -> DecodeRun:
     """The block in two launches. tapes: of earlier calls of this layer, for those that come."""
     gpu = gpu_of(operands.x.device)
     if gpu.hopper and element_bytes(operands.x.dtype) == 2:
-        from .hopper.decode import hopper_decode_tiles, launch_hopper  # other devices need no Gluon
+        from .hopper.launch_decode import hopper_decode_tiles, launch_hopper  # other devices need no Gluon
 
         tiles = hopper_decode_tiles(gpu, operands.tokens, operands.features, operands.outputs)
         launch_both = launch_hopper

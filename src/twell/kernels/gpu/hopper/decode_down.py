@@ -1,4 +1,4 @@
-"""The down projection for few tokens on compute capability 9.0, in Gluon; see `hopper_few.py`.
+"""The down projection for few tokens on compute capability 9.0, in Gluon; see `launch_decode`.
 
 Rows of active neurons go from memory into the registers of tensor-core operands, warps take different tiles
 of neurons and add up at the end. Nothing gathered passes through shared memory.

@@ -1,4 +1,4 @@
-"""The selector and up projection for few tokens on compute capability 9.0, in Gluon; see `hopper_few.py`.
+"""The selector and up projection for few tokens on compute capability 9.0, in Gluon; see `launch_decode`.
 
 Per tile of 64 neurons a producer warp streams the selector's rows by TMA and a warpgroup multiplies them.
 Then up, for the neurons that a token activates: a few are gathered straight into the registers of tensor-core
@@ -290,7 +290,7 @@ def decode_select_up_hopper(
     STAGES: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
-    """counts, neurons, values of `hopper_few.py` from x [M, D] and up [H, D]; M at most the rows of x_desc.
+    """counts, neurons, values of `launch_decode` from x [M, D] and up [H, D]; M at most the rows of x_desc.
 
     GATHERED: up to how many active neurons of a tile are gathered: 0, 8 or 16.
     RESIDENT: whether all of x stays in shared memory: X_TILES steps of depth that cover D, so many that warps

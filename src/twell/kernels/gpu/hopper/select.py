@@ -1,4 +1,4 @@
-"""The selector of `select.py` for compute capability 9.0: TMA, wgmma and warp specialisation, in Gluon.
+"""The selector of `triton/select` for compute capability 9.0: TMA, wgmma and warp specialisation, in Gluon.
 
 One producer warp streams tiles into a ring of shared-memory stages; two consumer warpgroups each own half
 of a tile's neurons. The two drift apart by as much as the ring allows, so the epilogue of one overlaps the

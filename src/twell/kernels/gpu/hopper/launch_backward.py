@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ..launch import launch
 from ..sizes import cdiv
-from .block import layout, tiled
+from .launch_block import layout, tiled
 from .products import gather_products_hopper
 from .sums import gathered_sums_hopper
-from .weights import frequent_weights_hopper
+from .weight_gradients import frequent_weights_hopper
 
 if TYPE_CHECKING:
     from ..backward_launches import BackwardLaunches

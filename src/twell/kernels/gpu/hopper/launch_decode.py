@@ -1,4 +1,4 @@
-"""The block for few tokens (decode) on compute capability 9.0: two launches, as in `few.py`.
+"""The block for few tokens (decode) on compute capability 9.0: two launches, as in `triton/decode`.
 
     decode_select_up_hopper    the selector and up, tile by tile of 64 neurons
     decode_down_hopper         the down projection, slice by slice of the output
@@ -26,9 +26,9 @@ from ..launch import Tokens, kind_number, launch
 from ..operands import Operands
 from ..sizes import cdiv, power_of_two
 from ..workspace import Piece
-from .block import tiled
 from .decode_down import decode_down_hopper
 from .decode_select import decode_select_up_hopper
+from .launch_block import tiled
 
 _TILE = 64
 _WARPS, _DOWN_WARPS = 4, 8
