@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -120,7 +121,7 @@ def run_one(suite: str, name: str, data: Path, folder: Path, commit: str | None)
     summary = json.loads((folder / "summary.json").read_text())
     lines = [line for line in read_metrics(folder / "metrics.jsonl") if "ce_loss" in line]
     step = max(1, -(-len(lines) // POINTS))
-    curve = {key: [line.get(key) for line in lines[step - 1 :: step]] for key in CURVE}
+    curve = {key: [_finite(line.get(key)) for line in lines[step - 1 :: step]] for key in CURVE}
     layers = [(s.sparse, s.share, s.switches) for s in twell.training_states()[known:]]
     shown = {key: round(value, 4) for key, value in summary.items() if isinstance(value, float)}
     console.print(f"{suite}/{name} {seconds:.0f} s, sparse layers {sum(s for s, *_ in layers)}", shown)
@@ -131,11 +132,17 @@ def run_one(suite: str, name: str, data: Path, folder: Path, commit: str | None)
         settings=list(settings),
         seconds=seconds,
         summary=summary,
-        last={key: value for key, value in lines[-1].items() if isinstance(value, int | float)},
+        last={key: value for key, value in lines[-1].items() if _finite(value) is not None},
         curve=curve,
         layers=layers,
         **origin | {"commit": commit or origin["commit"]},
     )
+
+
+def _finite(value: object) -> float | None:
+    """A number that a record takes; None for others, such as the loss of a run that diverged."""
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if number else None
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def test_what_was_known_when_it_was_decided_is_shown():
     mlp(torch.randn(3, 16))
     reading = mlp._layer.reading(mlp.gate_proj.weight, 3, training=False)
     reading.take(torch.tensor([8]), 32)
-    mlp._layer.note("forward", "block", "25.0% are active", reading)
+    mlp._layer.note("forward", "block", "25.0% are active", reading, reading.share)
     reading.take(torch.tensor([16]), 32)
     assert twell.explain(mlp)[0].active == 0.25
 

@@ -224,13 +224,26 @@ class TestLocks:
             with locked(path, wait=0) as state:
                 assert state == "unavailable"
 
-    def test_a_system_without_locks(self, tmp_path, monkeypatch):
-        def fail(*_, **__):
-            raise OSError(errno.ENOLCK, "No locks available")
+    @pytest.mark.skipif(not _files.fcntl, reason="needs flock")
+    @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+    @pytest.mark.parametrize("left_behind", [False, True])
+    def test_a_file_system_without_locks(self, tmp_path, monkeypatch, number, left_behind):
+        def fail(*_):
+            raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(_files.FileLock, "acquire", fail)
+        monkeypatch.setattr(_files.fcntl, "flock", fail)
+        if left_behind:
+            (tmp_path / "lock").touch()
         with locked(tmp_path / "lock") as state:
             assert state == "unavailable"
+        assert (tmp_path / "lock").exists()
+
+    @pytest.mark.parametrize("wait", [0, 0.1])
+    def test_without_flock(self, tmp_path, monkeypatch, wait):
+        monkeypatch.setattr(_files, "fcntl", None)
+        with locked(tmp_path / "lock") as state, locked(tmp_path / "lock", wait=wait) as other:
+            assert (state, other) == ("held", "busy")
+        assert (tmp_path / "lock").exists()
 
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     def test_a_forked_process_does_not_hold_it_nor_free_it(self, tmp_path):
@@ -254,3 +267,12 @@ def test_a_file_where_a_folder_should_be(tmp_path, place):
     make_folder(tmp_path / "new" / "folder", "out")
     make_folder(tmp_path / "new" / "folder", "out")
     assert (tmp_path / "new" / "folder").is_dir()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs modes")
+def test_a_rewritten_file_keeps_its_mode(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, "one")
+    path.chmod(0o640)
+    write_atomically(path, "two")
+    assert path.stat().st_mode & 0o777 == 0o640

@@ -1,15 +1,15 @@
-"""torch's flop counter: our ops count as the stock block does once `twell.flops` is imported."""
+"""torch's flop counter: our ops count as the stock block does."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-import twell.flops  # noqa: F401 - registers the formulas
 from twell import Plan, SparseMLP, ffn, ffn_with_stats
 
 from .accuracy import stock_dense
@@ -76,6 +76,26 @@ def test_a_module_counts_as_linear_modules_do():
         return counter.get_total_flops()
 
     assert count(mlp) == count(lambda x: stock["down"](stock["gate"](x).relu() * stock["up"](x)))
+
+
+def test_a_backward_alone_is_counted():
+    operands = block(3)
+    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in operands.items()}
+    losses = [run(**leaves).sum() for run in (partial(ffn, plan=Plan(path="row")), stock_dense)]
+    counts = []
+    for loss in losses:
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_a_mapping_of_the_users_stays():
+    x, weight = torch.ones(2, 8), torch.ones(8, 8)
+    mapping = {torch.ops.twell.ffn: lambda *_, **__: 7}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
+        ffn(x, weight, weight, plan=Plan(path="row"))
+    assert counter.get_total_flops() == 7
 
 
 COUNT = """

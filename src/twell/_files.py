@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,11 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from filelock import FileLock, Timeout
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 from ._log import log_once
 
@@ -82,7 +88,8 @@ def write_atomically(path: Path, text: str) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             if path.exists():
-                shutil.copymode(path, temporary)
+                with suppress(OSError):  # some network file systems have no modes
+                    shutil.copymode(path, temporary)
             temporary.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -198,18 +205,15 @@ def remove(path: Path) -> None:
 
 # Locks
 
-_held: list[FileLock] = []  # by this process
+State = Literal["held", "busy", "unavailable"]
+_POLL_SECONDS = 0.05
+_held: set[int] = set()  # descriptors of lock files that this process has locked
 
 
 def _leave_locks_to_parent() -> None:
-    """In a forked process: a data loader that outlives a killed run must not hold its lock.
-
-    Recent versions of filelock see to it themselves; in older ones the descriptor is still open here.
-    """
-    for lock in _held:
-        descriptor, lock._context.lock_file_fd = lock._context.lock_file_fd, None
-        if descriptor is not None:
-            os.close(descriptor)
+    """In a forked process: a data loader that outlives a killed run must not hold its lock."""
+    for descriptor in _held:
+        os.close(descriptor)
     _held.clear()
 
 
@@ -218,41 +222,75 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def locked(path: Path, *, wait: float | None = None) -> Iterator[Literal["held", "busy", "unavailable"]]:
+def locked(path: Path, *, wait: float | None = None) -> Iterator[State]:
     """Hold the lock file `path`, and yield how that went; the file stays behind.
 
     wait:  seconds to wait for another process before "busy"; None waits as long as it takes.
     "unavailable" means that the file cannot be written, or that its file system has no locks. If a process is
     killed, the system frees its locks.
     """
-    lock = FileLock(path, thread_local=False)  # one state, also for a fork from another thread
-    state = _acquire(lock, wait)
+    with (_flocked if fcntl else _locked_without_flock)(path, wait) as state:
+        yield state
+
+
+@contextmanager
+def _flocked(path: Path, wait: float | None) -> Iterator[State]:
+    # Not filelock: without flock it takes a file that somebody left behind for a lock, and waits for ever.
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError:
+        yield "unavailable"
+        return
+    state = _flock(descriptor, wait, path)
     if state != "held":
+        os.close(descriptor)
         yield state
         return
-    _held.append(lock)
+    _held.add(descriptor)
     try:
         yield state
     finally:
-        if lock in _held:  # a forked process has none
-            _held.remove(lock)
-            lock.release()
+        if descriptor in _held:  # a forked process has none
+            _held.remove(descriptor)
+            os.close(descriptor)
 
 
-def _acquire(lock: FileLock, wait: float | None) -> Literal["held", "busy", "unavailable"]:
-    try:
+def _flock(descriptor: int, wait: float | None, path: Path) -> State:
+    deadline = None if wait is None else time.monotonic() + wait
+    said = False
+    while True:
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            if wait == 0:
-                return "busy"
-            _log.info("twell: waiting for the process that holds %s", lock.lock_file)
-            lock.acquire(timeout=-1 if wait is None else wait)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return "held"
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                return "unavailable"
+        if deadline is not None and time.monotonic() >= deadline:
+            return "busy"
+        if not said:
+            _log.info("twell: waiting for the process that holds %s", path)
+            said = True
+        time.sleep(_POLL_SECONDS)
+
+
+@contextmanager
+def _locked_without_flock(path: Path, wait: float | None) -> Iterator[State]:
+    """Windows."""
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=-1 if wait is None else wait)
     except Timeout:
-        return "busy"
+        yield "busy"
+        return
     except (OSError, NotImplementedError):
-        return "unavailable"
-    return "held"
+        yield "unavailable"
+        return
+    try:
+        yield "held"
+    finally:
+        lock.release()
+        with suppress(OSError):
+            path.touch()  # releasing it there removes the file
 
 
 # Folders that are complete or absent

@@ -78,7 +78,7 @@ class Backend:
     refusal:   Site -> why it cannot run there, or None if it can.
     forward:   (args, decision, record) -> FfnOutput.
     training:  its training kernels; None: the dense backward.
-    rules:     "cpu" or "gpu": the rules `policy` applies to its calls; None: always dense.
+    rules:     "cpu" or "gpu": the rules that `policy` applies to its calls; None for dense PyTorch.
     repeat:    (args, decision) of a call that has just run -> how to run calls with operands of the same
                shapes, strides and types again, or None.
     """

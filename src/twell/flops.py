@@ -1,7 +1,7 @@
 """What the registered ops count as in `torch.utils.flop_counter`: the dense block's products.
 
-`twell.functional` imports this when a call meets a flop counter. `import twell` does not: torch's counter
-imports Triton (0.2 s).
+twell imports this when a call or a backward of its own meets a flop counter; import it before you call
+`torch.ops.twell` yourself. `import twell` does not: torch's counter imports Triton (0.2 s).
 
 Counting active neurons would give another number at every step. The dense count compares with stock blocks,
 and utilisation is measured by it. Work that a backward repeats is not counted.
@@ -50,7 +50,8 @@ def tell_active_counters() -> None:
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)
         if registry is not None:
-            registry.update(known)
+            for op, formula in known.items():
+                registry.setdefault(op, formula)  # a mapping of the user's stays
 
 
 def _products(x: _Shape, up: _Shape, down: _Shape) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from operator import index
@@ -19,7 +18,7 @@ from .activations import Activation
 from .backends import get_backend
 from .kernels.dense import dense_forward
 from .layer_state import LayerState, layer_of
-from .ops import ffn_op, train_op
+from .ops import ffn_op, tell_flop_counters, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
 from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
@@ -193,10 +192,7 @@ def _run(
         training,
     )
     if _is_observed(tensors):
-        if "torch.utils.flop_counter" in sys.modules and not torch.compiler.is_compiling():
-            from .flops import tell_active_counters  # not before: it imports Triton
-
-            tell_active_counters()
+        tell_flop_counters()
         return _shaped(_run_observed(args, Resolution(*resolution), training, record), x, down)
     layer = layer or LayerState()
     decision = decide(

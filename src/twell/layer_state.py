@@ -79,6 +79,13 @@ class Reading:
                 self.version += 1
         return self._share
 
+    def known(self) -> tuple[float | None, int]:
+        """The share, and the version that it belongs to."""
+        while True:
+            share, version = self.share, self.version
+            if share is self._share and version == self.version:
+                return share, version
+
     @property
     def has_news(self) -> bool:
         """Whether counts arrive at this moment, or have arrived and were not looked at."""
@@ -186,11 +193,17 @@ class LayerState:
         self.size: tuple[int, int] | None = None
         _alive[next(_serial)] = self
 
-    def note(self, phase: str, path: str, reason: str, reading: Reading | None = None) -> None:
+    def note(
+        self,
+        phase: str,
+        path: str,
+        reason: str,
+        reading: Reading | None = None,
+        share: float | None = None,
+    ) -> None:
         """What was decided; a forward begins a step, whose backward is yet to come."""
         if phase == "forward":
             self.ran.pop("backward", None)
-        share = None if reading is None else reading.share
         self.ran[phase] = Outcome(path, reason, reading, share, next(_serial))
 
     def reading(self, weight: Tensor, tokens: int, training: bool) -> Reading:

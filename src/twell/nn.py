@@ -148,11 +148,7 @@ class SparseMLP(nn.Module):
             return self._forward_through_modules(x)
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
-        if (
-            isinstance(x, Tensor)
-            and x.dtype != weights[0].dtype
-            and not torch.is_autocast_enabled(x.device.type)
-        ):
+        if isinstance(x, Tensor) and x.dtype != weights[0].dtype and not _is_autocast(x.device.type):
             reject("x", f"dtype {x.dtype}", f"{weights[0].dtype}, the block's")
         # Not while tracing: a compiler would guard on it.
         layer = None if torch.compiler.is_compiling() else self._own_layer()
@@ -238,6 +234,10 @@ class SparseMLP(nn.Module):
         super().__setstate__(state)
         self.__dict__.setdefault("_layer", None)  # pickled by an earlier version
         self.eager = state.get("_eager", False)  # in a new process, too
+
+
+def _is_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _store_neuron_major(down: nn.Linear) -> None:

@@ -11,6 +11,7 @@ carries a tangent of forward-mode differentiation is refused.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -255,9 +256,22 @@ def gradients_of(
     into = existing(step, [*saved, grad_y, grad_l1], needed)
     if into is not None:
         return without_the_op(step, saved, grad_y, grad_l1, needed, into)
+    tell_flop_counters()
     plan = step.activation, step.block_rows, step.backend
     found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
     return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+
+
+def tell_flop_counters() -> None:
+    """What the ops count as, before a counter that watches meets one."""
+    if (
+        "torch.utils.flop_counter" in sys.modules
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack()
+    ):
+        from .flops import tell_active_counters  # not before: it imports Triton
+
+        tell_active_counters()
 
 
 def existing(step: Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:

@@ -127,7 +127,7 @@ class Prepared:
         self._activation, self._spec, self._plan = activation, activation.spec, plan
         self._calls = self._left = decision.ahead
         self._reading, self._reason = decision.reading, decision.reason
-        self._version = 0 if decision.reading is None else decision.reading.version
+        self._version = decision.known[1]
         self._outcome = decision.layer.ran["forward"]
         self._override = _override()
         self._threads = torch.get_num_threads()

@@ -75,6 +75,7 @@ class Decision(NamedTuple):
     reading:     what is known of how active the layer is in calls of this kind.
     read:        whether it wants to know how active this call finds it.
     layer:       what is known of the layer.
+    known:       the share of active neurons that this went by, and the version of the reading it is from.
     """
 
     path: str
@@ -86,6 +87,7 @@ class Decision(NamedTuple):
     read: bool = False
     chunks: ChunkRule | None = None
     layer: LayerState | None = None
+    known: tuple[float | None, int] = (None, 0)
 
 
 class FfnOutput(NamedTuple):

@@ -59,13 +59,13 @@ def test_activations_and_biases(interpreted, activation, gated):
 
 @pytest.mark.usefixtures("rounds")
 @pytest.mark.parametrize(
-    ("nnz", "crowded"), [(0, 0), (1, 0), (40, 1), (NEURONS, 1)], ids=["none", "one", "rounds", "all"]
+    ("nnz", "overflows"), [(0, 0), (1, 0), (40, 1), (NEURONS, 1)], ids=["none", "one", "rounds", "all"]
 )
-def test_from_none_to_all_active(interpreted, nnz, crowded):
+def test_from_none_to_all_active(interpreted, nnz, overflows):
     """The pool holds a third of all neurons: more go in rounds, with the same result, and are counted."""
     before = overflowed_steps()
     check(block(19, nnz=nnz, dtype=torch.float32), "relu", interpreted)
-    assert overflowed_steps() - before == crowded
+    assert overflowed_steps() - before == overflows
 
 
 @pytest.mark.parametrize(("nnz", "gated"), [(1, True), (40, False), (NEURONS, True), (NEURONS, False)])

@@ -358,3 +358,14 @@ class TestTraining:
         unknown = decide_backward(args, 0, "gpu", None)
         assert (unknown.path, unknown.reading) == ("block", None)
         assert decide_backward(call(0), 0, "gpu", None).path == "dense"
+
+
+def test_counts_that_somebody_looks_at_after_the_decision_are_news(layer):
+    args = call(1024)
+    run(args, layer)
+    know(args, layer, 0.1)
+    decision = decision_of(args, layer)
+    assert decision.known == (0.1, decision.reading.version)
+    decision.reading.take(torch.tensor([9]), 10)
+    _ = decision.reading.share  # `explain`, or a call of another shape
+    assert decision.known[1] != decision.reading.version

@@ -47,7 +47,7 @@ def decide(
         decision = _automatic(args, resolution, layer, training, hooked)
     else:
         decision = _named(args, resolution, layer, training, record)
-    layer.note("forward", decision.path, decision.reason, decision.reading)
+    layer.note("forward", decision.path, decision.reason, decision.reading, decision.known[0])
     return decision
 
 

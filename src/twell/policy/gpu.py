@@ -54,11 +54,12 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
     if limit <= 0:
         return Decision("dense", 0, "dense", reason, ahead=UNREAD, layer=layer)
     reading = layer.reading(args.selector, args.x.shape[0], training=False)
-    share = reading.share
+    seen = reading.known()
+    share = seen[0]
     fits = limit >= 1 or (share is not None and share <= limit)
     known = _known(share, limit)
-    block = Decision("block", block_rows, "gpu", known, reading=reading, layer=layer)
-    dense = Decision("dense", 0, "dense", known, reading=reading, layer=layer)
+    block = Decision("block", block_rows, "gpu", known, reading=reading, layer=layer, known=seen)
+    dense = Decision("dense", 0, "dense", known, reading=reading, layer=layer, known=seen)
     if torch.cuda.is_current_stream_capturing():
         if not fits:
             return dense
@@ -92,15 +93,16 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     reading = layer.reading(args.selector, args.x.shape[0], training=True)
     capturing = torch.cuda.is_current_stream_capturing()
     due = not capturing and reading.is_due()
+    seen = reading.known()
     neurons, features = args.selector.shape
     name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
     sparse = reading.trains_sparse(_ENTER, _LEAVE, name)
-    reason = _READ if due else _known(reading.share, _LEAVE if sparse else _ENTER)
+    reason = _READ if due else _known(seen[0], _LEAVE if sparse else _ENTER)
     ahead = 0 if capturing else reading.calls_ahead
     if due or sparse:
-        block = Decision("block", block_rows, "gpu", reason, reading=reading, read=due, layer=layer)
-        return block._replace(ahead=ahead if sparse else 0)
-    return dense._replace(reason=reason, reading=reading, ahead=ahead)
+        block = Decision("block", block_rows, "gpu", reason, reading=reading, layer=layer, known=seen)
+        return block._replace(read=due, ahead=ahead if sparse else 0)
+    return dense._replace(reason=reason, reading=reading, ahead=ahead, known=seen)
 
 
 def row_or_block(args: FfnArgs, decision: Decision, training: bool, record: bool) -> Decision:

@@ -270,13 +270,13 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
     target, temporary = folder / MODEL, folder / f".{MODEL}.part"
     if trainer.is_world_process_zero():
         remove(temporary)
-        remove_leftovers(target)
     trainer.accelerator.wait_for_everyone()
     advice = f"free some, then: twell train --resume {folder}"
     with needs_space("the model", discard=temporary, advice=advice):
         trainer.save_model(str(temporary))
     summary = _summary(trainer, config, folder, data, evaluated)
     if trainer.is_world_process_zero():
+        remove_leftovers(target)  # not before: one may be the last whole model
         replace_folder(temporary, target)
         write_json(folder / SUMMARY, summary)
     trainer.accelerator.wait_for_everyone()
