@@ -26,13 +26,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Semaphore
 from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from _ffn import console, layer, save, shape_of, tokens
+from _turns import Turns
 from twell import Plan, SparseMLP, reference
 from twell.measure import Record, Timing, compare, make_record
 
@@ -343,34 +343,6 @@ def prefill(bench: Bench) -> None:
         bench.add("prefill/auto", timings["auto"], STOCK, timings[STOCK], count, s.nnz[0], error)
     del stock, sparse
     release(bench)
-
-
-class Turns:
-    """Lets threads take turns of a few steps each.
-
-    The speed of a shared host changes within milliseconds; with short turns it changes for both.
-    """
-
-    def __init__(self, members: list[object]) -> None:
-        self._members = list(members)
-        self._gates = {id(member): Semaphore(0) for member in members}
-        self._gates[id(members[0])].release()
-
-    def wait(self, member: object) -> None:
-        self._gates[id(member)].acquire()
-
-    def next(self, member: object) -> None:
-        """Give the others a turn each, then continue."""
-        self._gates[id(self._after(member))].release()
-        self.wait(member)
-
-    def leave(self, member: object) -> None:
-        after = self._after(member)
-        self._members.remove(member)  # before the release: the other thread runs from then on
-        self._gates[id(after)].release()
-
-    def _after(self, member: object) -> object:
-        return self._members[(self._members.index(member) + 1) % len(self._members)]
 
 
 @torch.no_grad()
