@@ -111,15 +111,19 @@ class Block:
         return (self.active & self.pre.isfinite()).sum().double() / self.copies
 
     def results(self, active: Tensor | None = None, positive: Tensor | None = None) -> dict[str, Tensor]:
-        """y, l1 and gradients by name, of finite numbers; active: the pairs that are taken for active;
-        positive: the sign of up where it is uncertain."""
+        """y, l1, gradients by name, and gradients of projections pair by pair, all of finite numbers.
+
+        active: the pairs that are taken for active; positive: the sign of up where it is uncertain.
+        """
         return {name: value for name, (value, _) in self._walk(active, positive).items()}
 
     def spreads(self) -> dict[str, Tensor]:
         """Of y, l1 and gradients by name, per row."""
         # Tokens that are all the same have the same errors, which add up instead.
         return {
-            name: variance.sqrt() * self.copies**0.5 for name, (_, variance) in self._walk(None, None).items()
+            name: variance.sqrt() * self.copies**0.5
+            for name, (_, variance) in self._walk(None, None).items()
+            if not name.endswith("by pair")
         }
 
     def margins(self) -> dict[str, Margins]:
@@ -133,6 +137,11 @@ class Block:
             least = self.results(self.active & ~self.near, negative)
             for name in slack:
                 slack[name] = 2 * _row_norms(most[name] - least[name])
+            for name in ("up", "gate"):
+                if f"{name}_bias" in slack:
+                    # In a bias' sum two pairs may cancel, and one alone may fall on the other side.
+                    apart = most[f"{name} by pair"] - least[f"{name} by pair"]
+                    slack[f"{name}_bias"] = 2 * apart.abs().sum(0)
         return {name: Margins(spread, slack[name]) for name, spread in spreads.items()}
 
     def _walk(self, active: Tensor | None, positive: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
@@ -214,6 +223,7 @@ class Block:
             x_variance = x_variance + self._stored(part).sum(1)
             rows, row_variance = self._summed(value, spread, x)
             found[name] = rows, row_variance + common * rows.square().sum(1)
+            found[f"{name} by pair"] = value, row_variance
             total = value.sum(0)
             found[f"{name}_bias"] = (
                 total.unsqueeze(1),
