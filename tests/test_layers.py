@@ -24,6 +24,7 @@ LAYERS = [
     {"prepared", "training_step"},
     {"functional"},
     {"nn"},
+    {"sparsify"},
     {"explanation"},
     {"__init__"},
     {"hf"},

@@ -1,5 +1,6 @@
 """twell: the zeros in LLM feed-forward layers, made to pay.
 
+twell.sparsify_(model)                    the blocks of any model that has exact zeros, in place
 y = twell.ffn(x, up, down, gate)          one block, exact, inactive neurons skipped
 mlp = twell.SparseMLP(1024, 4096)         the same as a module, Llama's parameter names
 twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation matrix
@@ -21,6 +22,7 @@ from .kernels.gpu.overflow import overflowed_steps
 from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
+from .sparsify import SparsifyReport, densify_, sparsify_
 
 __all__ = [
     "Activation",
@@ -33,15 +35,18 @@ __all__ = [
     "Plan",
     "Ran",
     "SparseMLP",
+    "SparsifyReport",
     "TrainingState",
     "TwELL",
     "__version__",
     "accumulate_in_place",
+    "densify_",
     "overflowed_steps",
     "explain",
     "fatrelu",
     "ffn",
     "ffn_with_stats",
     "recorded_paths",
+    "sparsify_",
     "training_states",
 ]

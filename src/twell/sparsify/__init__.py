@@ -1,0 +1,14 @@
+"""`twell.sparsify_`: runs the feed-forward blocks of any model on our kernels, in place.
+
+activation_probe  recognises activation functions by what they return
+proof             works out what the projections of a module do, by running its code on stand-ins
+stock_code        finds projections that a layer's code calls one after the other
+recognition       searches a model with these
+roles, blocks     the weights of a block, and what runs in its place
+"""
+
+from __future__ import annotations
+
+from .convert import SparsifyReport, densify_, sparsify_
+
+__all__ = ["SparsifyReport", "densify_", "sparsify_"]

@@ -1,0 +1,303 @@
+"""What runs in place of a stock block: our block on the stock block's own projections.
+
+Nothing is added to the stock model: parameters, names and state-dict keys stay as they are. A stock module
+changes its class to a subclass of its own, which runs ours where it can and its stock forward elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn import SparseMLP
+from ..plan import Plan
+from .activation_probe import Recognised
+from .roles import Place, Roles, has_hooks, is_plain
+
+
+class BlockTwin(SparseMLP):
+    """A `SparseMLP` whose projections are those of a stock model. No module of the model holds it as a child.
+
+    roles:      its projections.
+    recognised: its activation, and what is subtracted before it.
+    dtype:      in which the activation was recognised: in others a threshold may lie elsewhere.
+    """
+
+    def __init__(self, roles: Roles, recognised: Recognised, plan: Plan | None) -> None:
+        nn.Module.__init__(self)
+        self.roles, self._shift = roles, recognised.shift
+        self.intermediate_size, self.hidden_size = roles.up.size
+        self.activation, self.plan, self.record = recognised.activation, plan, False
+        self.neuron_major, self.eager = True, False
+        self.last_stats = self._layer = None
+        weight, _bias = roles.up.weight_and_bias()
+        exact = recognised.activation.threshold or recognised.shift
+        self._only_dtype = weight.dtype if exact else None
+
+    gate_proj = property(lambda self: None if self.roles.gate is None else self.roles.gate.place.module)
+    up_proj = property(lambda self: self.roles.up.place.module)
+    down_proj = property(lambda self: self.roles.down.place.module)
+    # Not a child of the model, it hears of train() and eval() through its projections.
+    training = property(lambda self: self.roles.down.place.module.training, lambda self, _mode: None)
+
+    def can_take(self, x: Any) -> bool:
+        """Whether our kernels compute what the stock block would."""
+        if not isinstance(x, Tensor):
+            return False
+        weights = self._plain_weights()
+        if weights is None:
+            return False
+        up, down, gate, *_ = weights
+        if up.dtype != down.dtype or (gate is not None and gate.dtype != up.dtype):
+            return False
+        if self._only_dtype is not None and x.dtype != self._only_dtype:
+            return False
+        device = x.device.type
+        return x.dtype == up.dtype or (
+            torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        )
+
+    def _plain_weights(self) -> tuple[Tensor | None, ...] | None:
+        weights = self.roles.weights()
+        if weights is None or not self._shift:
+            return weights
+        up, down, gate, up_bias, down_bias, gate_bias = weights
+        if gate is None:
+            return up, down, gate, self._shifted(up, up_bias), down_bias, gate_bias
+        return up, down, gate, up_bias, down_bias, self._shifted(gate, gate_bias)
+
+    def _shifted(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return weight.new_full((weight.shape[0],), -self._shift) if bias is None else bias - self._shift
+
+    def _forward_through_modules(self, x: Tensor) -> Tensor:
+        raise RuntimeError("a projection changed while its block was running")
+
+
+class Dropouts:
+    """The dropouts inside a block, looked at whenever it trains: between its projections they change what has
+    to be computed.
+
+    modules:  `nn.Dropout`s.
+    numbers:  attributes of `owner` that hold a probability.
+    """
+
+    def __init__(self, owner: nn.Module, modules: list[nn.Module], numbers: list[str], always: bool) -> None:
+        self._owner, self._modules, self._numbers, self._always = owner, modules, numbers, always
+
+    def drop(self) -> bool:
+        """Whether a step in training mode has to run stock code."""
+        if not self._owner.training:
+            return False
+        state = self._owner.__dict__
+        return (
+            self._always
+            or any(module.p > 0 for module in self._modules)
+            or any((state.get(name) or 0) > 0 for name in self._numbers)
+        )
+
+
+class _OwnForward:
+    """A stock module that is a feed-forward block and nothing else."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        twin, dropouts = self.__dict__["_twell_block"]
+        values = (*inputs, *named.values())
+        if len(values) == 1 and not dropouts.drop() and twin.can_take(values[0]):
+            return twin(values[0])
+        return super().forward(*inputs, **named)
+
+
+class Carrier:
+    """Runs a block whose projections are called by stock code one after the other.
+
+    The first projection returns its input as it is, the activation too, and the last one runs the whole
+    block on it. Everything around them stays stock code.
+
+    first, last:  the modules that pass x on and that run the block; `last` is a projection.
+    activation:   the attribute of `owner` that the stock code calls between them; None if `first` applies it.
+    """
+
+    def __init__(
+        self, twin: BlockTwin, dropouts: Dropouts, first: Place, last: Place, activation: Place | None
+    ) -> None:
+        self.twin, self.first, self.last, self.activation = twin, first, last, activation
+        self._dropouts, self._local = dropouts, threading.local()
+
+    def carries(self, x: Tensor) -> bool:
+        if self._dropouts.drop() or not self.twin.can_take(x) or not self._is_in_place():
+            return False
+        if not torch.compiler.is_compiling():
+            self._local.x = x
+        return True
+
+    def is_carried(self, x: Tensor) -> bool:
+        """Whether x is what the first projection has passed on."""
+        if torch.compiler.is_compiling():
+            return not self._dropouts.drop() and self.twin.can_take(x) and self._is_in_place()
+        carried = getattr(self._local, "x", None)
+        if carried is None:
+            return False
+        if x is not carried and (x.data_ptr() != carried.data_ptr() or x.shape != carried.shape):
+            self._local.x = None
+            raise RuntimeError(
+                "stock code changed the values between two projections of a sparsified block; call "
+                "twell.densify_ on the model, and please report its class"
+            )
+        return True
+
+    def run(self, x: Tensor) -> Tensor:
+        self._local.x = None
+        return self.twin(x)
+
+    def _is_in_place(self) -> bool:
+        for place in (self.first, self.last, self.activation):
+            if place is not None:
+                module = place.module
+                if module is None or module.__dict__.get("_twell_carrier") is not self or has_hooks(module):
+                    return False
+        return True
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_local": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._local = threading.local()
+
+
+class _PassesOn:
+    """The first projection of a carried block, or a module around it that applies the activation as well."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        carrier, values = self.__dict__["_twell_carrier"], (*inputs, *named.values())
+        if len(values) == 1 and carrier.carries(values[0]):
+            return values[0]
+        return super().forward(*inputs, **named)
+
+
+class _RunsBlock:
+    """The last projection of a carried block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        carrier = self.__dict__["_twell_carrier"]
+        return carrier.run(x) if carrier.is_carried(x) else super().forward(x)
+
+
+class CarriedActivation(nn.Module):
+    """In place of a carried block's activation."""
+
+    def __init__(self, stock: Callable[[Tensor], Tensor], carrier: Carrier) -> None:
+        super().__init__()
+        self.__dict__["stock"] = stock
+        self.__dict__["_twell_carrier"] = carrier
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self._twell_carrier.is_carried(x) else self.stock(x)
+
+    def extra_repr(self) -> str:
+        return repr(self.stock)
+
+
+@cache
+def _swapped_class(stock: type[nn.Module], mixin: type) -> type[nn.Module]:
+    """A subclass of `stock` with its name: tools look for modules by class, or by the class's name."""
+
+    def reduce(self: nn.Module, protocol: int) -> tuple:
+        return _rebuild, (stock, mixin.__name__), self.__getstate__()
+
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    return type(stock.__name__, (mixin, stock), {**names, "_twell_stock": stock, "__reduce_ex__": reduce})
+
+
+def _rebuild(stock: type[nn.Module], mixin: str) -> nn.Module:
+    swapped = _swapped_class(
+        stock, {kind.__name__: kind for kind in (_OwnForward, _PassesOn, _RunsBlock)}[mixin]
+    )
+    return swapped.__new__(swapped)
+
+
+def install_own_forward(owner: nn.Module, twin: BlockTwin, dropouts: Dropouts) -> None:
+    """Make `owner`, which is the block, run as `twin`."""
+    owner.__dict__["_twell_block"] = twin, dropouts
+    owner.__class__ = _swapped_class(type(owner), _OwnForward)
+    _lay_out(twin)
+
+
+def install_carrier(carrier: Carrier) -> None:
+    first, last = carrier.first.module, carrier.last.module
+    for module, mixin in ((first, _PassesOn), (last, _RunsBlock)):
+        module.__dict__["_twell_carrier"] = carrier
+        module.__class__ = _swapped_class(type(module), mixin)
+    if carrier.activation is not None:
+        holder, name = carrier.activation
+        holder._modules[name] = CarriedActivation(holder._modules[name], carrier)
+    _lay_out(carrier.twin)
+
+
+def remove(module: nn.Module) -> bool:
+    """Make a module stock again; whether it was ours. Activations are put back by their holder."""
+    for name, child in list(module._modules.items()):
+        if isinstance(child, CarriedActivation):
+            module._modules[name] = child.stock
+    if not is_swapped(module):
+        return False
+    block = module.__dict__.pop("_twell_block", None)
+    carrier = module.__dict__.pop("_twell_carrier", None)
+    module.__class__ = type(module)._twell_stock
+    _lay_out_stock(carrier.twin if block is None else block[0])
+    return True
+
+
+def is_swapped(module: nn.Module) -> bool:
+    return "_twell_stock" in type(module).__dict__
+
+
+def twin_of(module: nn.Module) -> BlockTwin | None:
+    """The twin that a module runs; of a carried block, its last projection runs it."""
+    block = module.__dict__.get("_twell_block")
+    if block is not None:
+        return block[0]
+    carrier = module.__dict__.get("_twell_carrier")
+    return carrier.twin if carrier is not None and carrier.last.module is module else None
+
+
+def _lay_out(twin: BlockTwin) -> None:
+    """Store every neuron's weights together, without changing shapes; state dicts hold stock tensors."""
+    for role, by_neuron in _layouts(twin):
+        module = role.place.module
+        weight = module.weight
+        wanted = weight if by_neuron else weight.mT
+        if not wanted.is_contiguous():
+            # Through .data: optimisers and tied modules keep the same Parameter.
+            weight.data = wanted.data.contiguous() if by_neuron else wanted.data.contiguous().mT
+        if "_twell_layout" not in module.__dict__:
+            module.__dict__["_twell_layout"] = module.register_state_dict_post_hook(export_stock_layout)
+
+
+def _layouts(twin: BlockTwin) -> list[tuple]:
+    """(role, whether the stored weight itself is to be contiguous, else its transpose)."""
+    roles = [role for role in (twin.roles.gate, twin.roles.up) if role is not None]
+    return [*((role, role.linear) for role in roles), (twin.roles.down, not twin.roles.down.linear)]
+
+
+def _lay_out_stock(twin: BlockTwin) -> None:
+    for module in twin.roles.modules:
+        if module is None or "_twell_layout" not in module.__dict__:
+            continue
+        module.__dict__.pop("_twell_layout").remove()
+        if is_plain(module):
+            module.weight.data = module.weight.data.contiguous()
+
+
+def export_stock_layout(
+    module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    value = state.get(f"{prefix}weight")
+    # With keep_vars=True the caller wants the parameter object itself.
+    if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+        state[f"{prefix}weight"] = value.contiguous()

@@ -1,0 +1,163 @@
+"""`sparsify_` and `densify_`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from .._errors import reject
+from .._log import log_once
+from ..plan import Plan
+from .blocks import BlockTwin, Carrier, Dropouts, install_carrier, install_own_forward, remove, twin_of
+from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks
+
+
+@dataclass(frozen=True)
+class SparseBlockRow:
+    """A block that runs on our kernels now.
+
+    block:       its module's name in the model; of a block that is part of a layer, the layer's.
+    projections: names of gate (if there is one), up and down in it.
+    activation:  as `twell.Activation` spells it.
+    hidden, neurons: D and H.
+    """
+
+    block: str
+    kind: str
+    projections: tuple[str, ...]
+    activation: str
+    hidden: int
+    neurons: int
+
+
+@dataclass(frozen=True)
+class SparsifyReport:
+    """What `sparsify_` found. Prints as a table.
+
+    blocks:  those that run on our kernels now.
+    skipped: modules that look like blocks and are none that we can run, with the reason.
+    already: names of blocks that were sparse before.
+    """
+
+    blocks: tuple[SparseBlockRow, ...]
+    skipped: tuple[Skipped, ...]
+    already: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        groups: dict[tuple, list[str]] = {}
+        for row in self.blocks:
+            shape = f"{row.hidden} x {row.neurons}"
+            key = (row.kind, ", ".join(row.projections), row.activation, shape, "sparse")
+            groups.setdefault(key, []).append(row.block)
+        for skipped in self.skipped:
+            groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped.reason}"), []).append(
+                skipped.name
+            )
+        if self.already:
+            groups["", "", "", "", "sparse before"] = list(self.already)
+        if not groups:
+            return "no feed-forward block found"
+        rows = [("blocks", "class", "projections", "activation", "D x H", "")]
+        rows += [(_counted(names), *key) for key, names in groups.items()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+
+def _counted(names: list[str]) -> str:
+    return names[0] or "(model)" if len(names) == 1 else f"{len(names)}: {names[0]} to {names[-1]}"
+
+
+def sparsify_(
+    model: nn.Module, *, plan: Plan | None = None, filter_fn: BlockFilter | None = None
+) -> SparsifyReport:
+    """Run the feed-forward blocks of `model` on our kernels, in place and with the same results.
+
+        model = AutoModelForCausalLM.from_pretrained("facebook/opt-1.3b", dtype="auto")
+        print(twell.sparsify_(model))
+
+    Blocks are recognised by what their code computes, not by names: gated or not, with ReLU, squared ReLU,
+    fatrelu or a shifted ReLU. Everything else stays stock, and so do parameters, names and state-dict keys:
+    `save_pretrained`, optimisers, `torch.compile` and `generate` go on as before. Where a block cannot run on
+    our kernels, because of hooks, adapters, a dropout in training or mixed dtypes, its stock forward runs.
+
+    plan:       how to run the blocks; None decides by itself.
+    filter_fn:  called with a block's name and module; False leaves the block as it is.
+    Returns what was found and what was skipped, and why. An error leaves the model as it was.
+    """
+    if not isinstance(model, nn.Module):
+        reject("model", f"a {type(model).__name__}", "a torch.nn.Module")
+    if plan is not None and not isinstance(plan, Plan):
+        reject("plan", f"a {type(plan).__name__}", "a twell.Plan or None")
+    if filter_fn is not None and not callable(filter_fn):
+        reject("filter_fn", f"a {type(filter_fn).__name__}", "a function of a name and a module, or None")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        reject("model", "parameters on the meta device", "a model whose weights are loaded")
+    findings = find_blocks(model, filter_fn)
+    installed: list[Found] = []
+    try:
+        for found in findings.blocks:
+            installed.append(found)
+            _install(found, plan)
+    except BaseException:
+        for found in installed:
+            for module in found.owner.modules():
+                remove(module)
+        raise
+    if not findings.blocks and not findings.already:
+        log_once(
+            f"sparsify_ found no block to run in {type(model).__name__}; print its report for the reasons"
+        )
+    return _report(findings)
+
+
+def densify_(model: nn.Module) -> int:
+    """Make every block stock again that `sparsify_` changed. Returns how many there were."""
+    if not isinstance(model, nn.Module):
+        reject("model", f"a {type(model).__name__}", "a torch.nn.Module")
+    twins = {id(twin) for module in model.modules() if (twin := twin_of(module)) is not None}
+    for module in list(model.modules()):
+        remove(module)
+    return len(twins)
+
+
+def _install(found: Found, plan: Plan | None) -> None:
+    twin = BlockTwin(found.proven.roles, found.proven.recognised, plan)
+    if found.split is None:
+        dropouts = [module for module in found.owner.modules() if isinstance(module, nn.Dropout)]
+        numbers = [name for name, value in vars(found.owner).items() if _is_probability(name, value)]
+        always = found.proven.random_in_training and not dropouts and not numbers
+        install_own_forward(found.owner, twin, Dropouts(found.owner, dropouts, numbers, always))
+        return
+    split = found.split
+    dropouts = Dropouts(
+        found.owner, list(split.dropouts), list(split.numbers), found.proven.random_in_training
+    )
+    install_carrier(Carrier(twin, dropouts, split.first, split.last, split.activation))
+
+
+def _is_probability(name: str, value: object) -> bool:
+    return "drop" in name and isinstance(value, float)
+
+
+def _report(findings: Findings) -> SparsifyReport:
+    return SparsifyReport(
+        tuple(map(_row, findings.blocks)), tuple(findings.skipped), tuple(reversed(findings.already))
+    )
+
+
+def _row(found: Found) -> SparseBlockRow:
+    roles = found.proven.roles
+    neurons, hidden = roles.up.size
+    names = {id(module): name for name, module in found.owner.named_modules()}
+    return SparseBlockRow(
+        found.name,
+        type(found.owner).__name__,
+        tuple(names[id(module)] for module in roles.modules),
+        found.proven.recognised.spec,
+        hidden,
+        neurons,
+    )

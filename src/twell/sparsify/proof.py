@@ -1,0 +1,343 @@
+"""Works out which projection of a stock module does what, by running the module's own code.
+
+The projections are stood in for while the module runs: they return numbers that were chosen, and what they
+are given is kept. So a block is recognised by what its code does with numbers, bit by bit; no name counts, and
+no product is computed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .activation_probe import Recognised, recognise
+from .roles import Place, Role, Roles, is_conv1d
+
+_LEADING = ((2, 3), (6,))  # leading sizes of the x that are tried
+
+
+class NotABlockError(Exception):
+    """Why a module is no feed-forward block that our kernels compute."""
+
+
+class Proven(NamedTuple):
+    """random_in_training: whether steps in training mode differ, as a dropout makes them."""
+
+    roles: Roles
+    recognised: Recognised
+    random_in_training: bool
+
+
+Stand = Callable[[Tensor], Tensor]
+
+
+def sizes(module: nn.Module) -> tuple[int, int]:
+    """(outputs, inputs) of a projection."""
+    outputs, inputs = module.weight.shape
+    return (
+        (inputs, outputs)
+        if is_conv1d(getattr(type(module), "_twell_stock", type(module)))
+        else (outputs, inputs)
+    )
+
+
+def is_linear(module: nn.Module) -> bool:
+    return not is_conv1d(getattr(type(module), "_twell_stock", type(module)))
+
+
+def prove_block(owner: nn.Module, places: list[Place]) -> Proven:
+    """The roles of `places`, the projections inside `owner`, if owner(x) is a feed-forward block of them."""
+    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(owner)), _modes_kept(owner):
+        _set_mode(owner, training=False)
+        trial = _find_trial(owner, places)
+        down = _find_down(trial)
+        roles, recognised = _find_gate(trial, [place for place in places if place is not down], down)
+        _check_product(trial, roles, recognised)
+        return Proven(roles, recognised, random_in_training=not _is_steady(trial))
+
+
+class _Trial:
+    """Runs `owner` on a random x [*leading, features] with stand-ins for its projections."""
+
+    def __init__(
+        self, owner: nn.Module, places: list[Place], leading: tuple[int, ...], features: int
+    ) -> None:
+        self.owner, self.places, self.leading = owner, places, leading
+        weight = places[0].module.weight
+        self.dtype, self.device = weight.dtype, weight.device
+        self._generator = torch.Generator().manual_seed(1)
+        self.x = self.random(features)
+
+    def random(self, features: int) -> Tensor:
+        values = torch.randn(*self.leading, features, generator=self._generator)
+        return values.to(dtype=self.dtype, device=self.device)
+
+    def random_results(self) -> dict[Place, Tensor]:
+        return {place: self.random(sizes(place.module)[0]) for place in self.places}
+
+    def run(self, results: dict[Place, Tensor]) -> tuple[Any, dict[Place, list[Tensor]]]:
+        """What the owner returns if its projections return `results`; and what each was given."""
+        given: dict[Place, list[Tensor]] = {place: [] for place in self.places}
+
+        def stand_in(place: Place) -> Stand:
+            def forward(x: Tensor) -> Tensor:
+                if x.shape[-1] != sizes(place.module)[1]:
+                    raise NotABlockError("a projection would not take what it is given")
+                given[place].append(x)
+                return results[place]
+
+            return forward
+
+        with standing_in({place.module: stand_in(place) for place in self.places}):
+            return type(self.owner).forward(self.owner, self.x), given
+
+
+@contextmanager
+def standing_in(forwards: dict[nn.Module, Stand]) -> Iterator[None]:
+    """Modules run other forwards meanwhile."""
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module in forwards:
+            module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _modes_kept(owner: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in owner.modules()]
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def _set_mode(owner: nn.Module, training: bool) -> None:
+    for module in owner.modules():  # not train(), which a model may have redefined
+        module.training = training
+
+
+def _cuda_devices(owner: nn.Module) -> list[torch.device]:
+    return list({p.device for p in owner.parameters() if p.device.type == "cuda"})
+
+
+def _find_trial(owner: nn.Module, places: list[Place]) -> _Trial:
+    """With an x that the owner takes."""
+    for features in dict.fromkeys(sizes(place.module)[1] for place in places):
+        for leading in _LEADING:
+            trial = _Trial(owner, places, leading, features)
+            try:
+                output, given = trial.run(trial.random_results())
+            except Exception:  # any code may run here, and fail in any way
+                continue
+            if isinstance(output, Tensor) and all(len(inputs) == 1 for inputs in given.values()):
+                return trial
+    raise NotABlockError("its forward is not that of a feed-forward block")
+
+
+def _find_down(trial: _Trial) -> Place:
+    """The projection whose result the owner returns."""
+    results = trial.random_results()
+    output, given = trial.run(results)
+    last = [place for place in trial.places if _same(output, results[place])]
+    if len(last) != 1:
+        raise NotABlockError("what it returns is not the result of its last projection")
+    if not all(_same(given[place][0], trial.x) for place in trial.places if place is not last[0]):
+        raise NotABlockError("something comes between its input and its first projection")
+    return last[0]
+
+
+def _find_gate(trial: _Trial, others: list[Place], down: Place) -> tuple[Roles, Recognised]:
+    """The gate is the projection whose negative values vanish; the other one multiplies."""
+    neurons = sizes(down.module)[1]
+    last = Role(down, linear=is_linear(down.module))
+    firsts = [Role(place, linear=is_linear(place.module)) for place in others]
+    widths = [sizes(place.module)[0] for place in others]
+    if widths == [neurons]:
+        recognised = _activation_of(trial, down, firsts[0], None)
+        if isinstance(recognised, str):
+            raise NotABlockError(recognised)
+        return Roles(None, firsts[0], last), recognised
+    if widths == [2 * neurons]:
+        halves = slice(0, neurons), slice(neurons, None)
+        alternate = slice(0, None, 2), slice(1, None, 2)
+        pairs = [[firsts[0]._replace(rows=rows) for rows in pair] for pair in (halves, alternate)]
+    elif widths == [neurons, neurons]:
+        pairs = [firsts]
+    else:
+        raise NotABlockError("the sizes of its projections are not those of a feed-forward block")
+    refusal = None
+    for gate, up in [order for pair in pairs for order in (pair, pair[::-1])]:
+        recognised = _activation_of(trial, down, gate, up)
+        if isinstance(recognised, str):
+            refusal = refusal or recognised
+        elif _multiplies(trial, down, gate, up):
+            return Roles(gate, up, last), recognised
+        else:
+            refusal = "its activation is applied to more than the gate"
+    raise NotABlockError(refusal)
+
+
+def _activation_of(trial: _Trial, down: Place, gate: Role, up: Role | None) -> Recognised | str:
+    def respond(values: Tensor) -> Tensor:
+        return _ask(trial, down, values, gate, up, 1.0)
+
+    return recognise(respond, trial.dtype, trial.device)
+
+
+def _multiplies(trial: _Trial, down: Place, gate: Role, up: Role) -> bool:
+    """Whether what reaches the last projection is proportional to up, negative values included."""
+    values = trial.random(64).reshape(-1)
+    scale = _ask(trial, down, torch.ones_like(values), up, gate, 4.0)
+    return torch.equal(_ask(trial, down, values, up, gate, 4.0), values * scale)
+
+
+def _ask(
+    trial: _Trial, down: Place, values: Tensor, asked: Role, other: Role | None, constant: float
+) -> Tensor:
+    """What reaches the last projection if `asked` returns `values` [n], and `other` a constant."""
+    neurons, answers = sizes(down.module)[1], []
+    tokens = trial.x.numel() // trial.x.shape[-1]
+    for chunk in values.split(tokens * neurons):
+        results = {down: trial.random(sizes(down.module)[0])}
+        for role in (asked, other):
+            if role is not None and role.place not in results:
+                width = sizes(role.place.module)[0]
+                results[role.place] = values.new_full((*trial.leading, width), constant)
+        block = values.new_zeros(tokens * neurons)
+        block[: len(chunk)] = chunk
+        results[asked.place][..., asked.rows or slice(None)] = block.view(*trial.leading, neurons)
+        _output, given = trial.run(results)
+        answer = given[down][0]
+        if answer.shape != (*trial.leading, neurons):
+            raise NotABlockError("its activation changes shapes")
+        answers.append(answer.reshape(-1)[: len(chunk)])
+    return torch.cat(answers)
+
+
+def _check_product(trial: _Trial, roles: Roles, recognised: Recognised) -> None:
+    """On random values, all of it at once: hidden = activation(gate - shift) * up."""
+    results = trial.random_results()
+    output, given = trial.run(results)
+    selector = roles.up if roles.gate is None else roles.gate
+    pre = _rows(results[selector.place], selector)
+    hidden = recognised.activation(pre - recognised.shift if recognised.shift else pre)
+    if roles.gate is not None:
+        hidden = hidden * _rows(results[roles.up.place], roles.up)
+    if not _same(given[roles.down.place][0], hidden) or not _same(output, results[roles.down.place]):
+        raise NotABlockError("it does more than a feed-forward block does")
+
+
+def _rows(result: Tensor, role: Role) -> Tensor:
+    return result if role.rows is None else result[..., role.rows]
+
+
+def _is_steady(trial: _Trial) -> bool:
+    """Whether training mode computes the same as evaluation."""
+    results = trial.random_results()
+    outcomes = []
+    for training in (True, True, False):
+        _set_mode(trial.owner, training)
+        output, given = trial.run(results)
+        outcomes.append([output, *(tensor for inputs in given.values() for tensor in inputs)])
+    return all(_same(a, b) for other in outcomes[1:] for a, b in zip(outcomes[0], other, strict=True))
+
+
+def _same(one: Any, other: Tensor) -> bool:
+    return (
+        isinstance(one, Tensor)
+        and one.shape == other.shape
+        and one.dtype == other.dtype
+        and torch.equal(one, other)
+    )
+
+
+def prove_selector(module: nn.Module, up: Place) -> Recognised:
+    """The activation of a module that computes activation(up(x)) and nothing else."""
+    with torch.no_grad(), _modes_kept(module):
+        _set_mode(module, training=False)
+        trial = _find_trial(module, [up])
+
+        def respond(values: Tensor) -> Tensor:
+            neurons, answers = sizes(up.module)[0], []
+            tokens = trial.x.numel() // trial.x.shape[-1]
+            for chunk in values.split(tokens * neurons):
+                block = values.new_zeros(tokens * neurons)
+                block[: len(chunk)] = chunk
+                output, given = trial.run({up: block.view(*trial.leading, neurons)})
+                if not _same(given[up][0], trial.x):
+                    raise NotABlockError("something comes between its input and its projection")
+                answers.append(output.reshape(-1)[: len(chunk)])
+            return torch.cat(answers)
+
+        recognised = recognise(respond, trial.dtype, trial.device)
+    if isinstance(recognised, str):
+        raise NotABlockError(recognised)
+    return recognised
+
+
+def prove_last(module: nn.Module, down: Place) -> bool:
+    """That a module's first input reaches its projection as it is, and matters for nothing else.
+
+    Returns whether this does not hold in training mode, where a dropout may come before the projection.
+    """
+    outputs, neurons = sizes(down.module)
+    weight = down.module.weight
+    generator = torch.Generator().manual_seed(2)
+
+    def random(features: int) -> Tensor:
+        values = torch.randn(2, 3, features, generator=generator)
+        return values.to(dtype=weight.dtype, device=weight.device)
+
+    result, residual = random(outputs), random(outputs)
+
+    def run(hidden: Tensor) -> Tensor:
+        given = []
+
+        def stand_in(x: Tensor) -> Tensor:
+            given.append(x)
+            return result
+
+        with standing_in({down.module: stand_in}):
+            output = _with_residual(module, hidden, residual)
+        if len(given) != 1 or not _same(given[0], hidden):
+            raise NotABlockError("something comes before its last projection")
+        return output
+
+    one, other = random(neurons), random(neurons)
+    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(module)), _modes_kept(module):
+        _set_mode(module, training=False)
+        if not torch.equal(run(one), run(other)):
+            raise NotABlockError("the hidden values reach more than its last projection")
+        _set_mode(module, training=True)
+        try:
+            run(one)
+        except NotABlockError:
+            return True
+    return False
+
+
+def _with_residual(module: nn.Module, hidden: Tensor, residual: Tensor) -> Tensor:
+    """module(hidden, residual), or module(hidden) if it takes one input."""
+    required = [
+        parameter
+        for parameter in inspect.signature(type(module).forward).parameters.values()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    inputs = (hidden, residual)[: len(required) - 1]
+    try:
+        output = type(module).forward(module, *inputs)
+    except NotABlockError:
+        raise
+    except Exception as error:  # any code may run here, and fail in any way
+        raise NotABlockError("its output module does not take hidden values and a residual") from error
+    if not isinstance(output, Tensor):
+        raise NotABlockError("its output module returns no tensor")
+    return output

@@ -1,0 +1,162 @@
+"""Finds blocks in the source of a layer: projections that its code calls one after the other.
+
+A layer with attention and norms cannot be run on random input without knowing its arguments, so its code is
+read instead. What counts is a value that goes from a projection through an activation, and perhaps dropouts, to
+another projection, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections import Counter
+from functools import cache
+from typing import NamedTuple
+
+from torch import nn
+
+
+class Step(NamedTuple):
+    """One thing that code does to a value.
+
+    kind: "module" (called as self.NAME), "dropout" (functional), or "other".
+    name: of the attribute; of a dropout, the one that holds its probability.
+    only_input: whether the value is the call's only argument.
+    """
+
+    kind: str
+    name: str | None
+    only_input: bool = True
+
+
+class Chain(NamedTuple):
+    """Steps that a value takes one after the other, each used by the next alone."""
+
+    steps: tuple[Step, ...]
+
+
+@cache
+def chains_of(kind: type[nn.Module]) -> tuple[tuple[Chain, ...], Counter]:
+    """The chains in the methods of a class, and how often they mention each attribute of self."""
+    chains, mentions = [], Counter()
+    for method in _methods(kind):
+        mentions.update(
+            node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute) and _is_self(node.value)
+        )
+        for body in _bodies(method):
+            chains += _chains_in(body, method)
+    return tuple(chains), mentions
+
+
+def _methods(kind: type[nn.Module]) -> list[ast.FunctionDef]:
+    """Of the class and those that it inherits from, without what is overridden and without constructors."""
+    seen, found = {"__init__"}, []
+    for base in kind.__mro__:
+        if base is nn.Module:
+            break
+        for name, value in vars(base).items():
+            function = inspect.unwrap(value) if inspect.isfunction(value) else None
+            if function is None or name in seen:
+                continue
+            seen.add(name)
+            try:
+                tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+            except (OSError, TypeError, SyntaxError, IndentationError):
+                continue
+            if tree.body and isinstance(tree.body[0], ast.FunctionDef):
+                found.append(tree.body[0])
+    return found
+
+
+def _bodies(method: ast.FunctionDef) -> list[list[ast.stmt]]:
+    """Every list of statements that run one after the other."""
+    bodies = []
+    for node in ast.walk(method):
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(node, field, None)
+            if isinstance(statements, list) and statements and isinstance(statements[0], ast.stmt):
+                bodies.append(statements)
+    return bodies
+
+
+def _chains_in(body: list[ast.stmt], method: ast.FunctionDef) -> list[Chain]:
+    chains: list[Chain] = []
+    growing: dict[str, tuple[Step, ...]] = {}  # by the variable that holds the value
+    for statement in body:
+        target, expression = _assignment(statement)
+        steps: tuple[Step, ...] = ()
+        if expression is not None:
+            core, applied = _unwrapped(expression)
+            before = growing.get(core.id, ()) if isinstance(core, ast.Name) else ()
+            goes_on = before and _count(expression, core.id) == 1
+            if goes_on and (target == core.id or not _is_read_later(method, statement, core.id)):
+                del growing[core.id]
+                steps = (*before, *applied)
+            else:
+                steps = tuple(applied)
+        for name in [name for name in growing if name == target or _count(statement, name)]:
+            chains.append(Chain(growing.pop(name)))  # used otherwise, or lost
+        if steps and target is not None:
+            growing[target] = steps
+        elif steps:
+            chains.append(Chain(steps))
+    return [*chains, *map(Chain, growing.values())]
+
+
+def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
+    """(variable, expression) of `variable = expression`; (None, expression) of a return."""
+    if isinstance(statement, ast.Return) and statement.value is not None:
+        return None, statement.value
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target = statement.targets[0]
+        if isinstance(target, ast.Name):
+            return target.id, statement.value
+    return None, None
+
+
+def _unwrapped(expression: ast.expr) -> tuple[ast.expr, list[Step]]:
+    """The innermost value and what is applied to it, first things first."""
+    steps: list[Step] = []
+    while isinstance(expression, ast.Call) and expression.args:
+        steps.append(_step(expression))
+        expression = expression.args[0]
+    return expression, steps[::-1]
+
+
+def _step(call: ast.Call) -> Step:
+    function = call.func
+    alone = len(call.args) == 1 and not call.keywords
+    if isinstance(function, ast.Attribute):
+        if _is_self(function.value):
+            return Step("module", function.attr, alone)
+        if function.attr == "dropout":
+            return Step("dropout", _probability(call))
+    return Step("other", None, alone)
+
+
+def _probability(call: ast.Call) -> str | None:
+    """The attribute of self that a functional dropout takes its probability from."""
+    values = [keyword.value for keyword in call.keywords if keyword.arg == "p"] or call.args[1:2]
+    if values and isinstance(values[0], ast.Attribute) and _is_self(values[0].value):
+        return values[0].attr
+    return None
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _count(node: ast.AST, name: str) -> int:
+    return sum(isinstance(n, ast.Name) and n.id == name for n in ast.walk(node))
+
+
+def _is_read_later(method: ast.FunctionDef, statement: ast.stmt, name: str) -> bool:
+    """Whether code below `statement` reads the variable; loops are taken for reading it."""
+    for node in ast.walk(method):
+        if isinstance(node, ast.For | ast.While) and any(inner is statement for inner in ast.walk(node)):
+            return True
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            if node.lineno > statement.end_lineno:
+                return True
+    return False
