@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from ..nn import SparseMLP
+from ..sparsify.blocks import named_blocks
 from .config import SparsityConfig
 
 
 def sparse_mlps(model: nn.Module) -> list[SparseMLP]:
-    """Every `SparseMLP` of a model, first layer first."""
-    return [module for module in model.modules() if isinstance(module, SparseMLP)]
+    """Every block of a model that runs on our kernels, first layer first."""
+    return [block for _name, block in named_blocks(model)]
 
 
 def set_neuron_major(model: nn.Module, neuron_major: bool) -> None:

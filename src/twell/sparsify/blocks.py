@@ -257,6 +257,17 @@ def is_swapped(module: nn.Module) -> bool:
     return "_twell_stock" in type(module).__dict__
 
 
+def named_blocks(model: nn.Module) -> list[tuple[str, SparseMLP]]:
+    """Every block of a model that runs on our kernels, first layer first: its `SparseMLP`s, and the twins of
+    the stock blocks that `sparsify_` found, under the name of the module that runs them."""
+    blocks: list[tuple[str, SparseMLP]] = []
+    for name, module in model.named_modules():
+        block = module if isinstance(module, SparseMLP) else twin_of(module)
+        if block is not None:
+            blocks.append((name, block))
+    return blocks
+
+
 def twin_of(module: nn.Module) -> BlockTwin | None:
     """The twin that a module runs; of a carried block, its last projection runs it."""
     block = module.__dict__.get("_twell_block")
