@@ -23,7 +23,7 @@ def test_before_anything_ran():
     assert [layer.layer for layer in explained] == ["small", "named"]
     assert [layer.forward for layer in explained] == [None, None]
     assert "not been called" in str(explained)
-    assert str(twell.explain(nn.Linear(2, 2))) == "no SparseMLP found"
+    assert str(twell.explain(nn.Linear(2, 2))) .startswith("no sparse block found")
 
 
 def test_paths_and_reasons():
@@ -39,7 +39,7 @@ def test_paths_and_reasons():
     assert (named.plan, named.forward, named.backward) == ("row", "row", None)
     assert named.reason == "the plan names it"
     table = str(twell.explain(layers)).splitlines()
-    assert table[0].split() == ["layer", "D", "x", "H", "plan", "ran", "active", "why"]
+    assert table[0].split() == ["layer", "D", "x", "H", "plan", "ran", "why"]
     assert table[2].split()[:6] == ["named", "16", "x", "32", "row", "row"]
 
 
@@ -74,7 +74,7 @@ def test_readings_of_a_gpu_are_shown():
     mlp(torch.randn(3, 16))
     mlp._layer.reading(mlp.gate_proj.weight, 3, training=False).take(torch.tensor([8]), 32)
     (layer,) = twell.explain(mlp)
-    assert layer.active == 0.25
+    assert layer.union == 0.25
     assert "25.0%" in str(twell.explain(mlp))
 
 
@@ -85,7 +85,38 @@ def test_what_was_known_when_it_was_decided_is_shown():
     reading.take(torch.tensor([8]), 32)
     mlp._layer.note("forward", "block", "25.0% are active", reading, reading.share)
     reading.take(torch.tensor([16]), 32)
-    assert twell.explain(mlp)[0].active == 0.25
+    assert twell.explain(mlp)[0].union == 0.25
+
+
+@pytest.mark.parametrize("as_batch", [lambda x: x, lambda x: [x], lambda x: {"input": x}])
+def test_a_batch_is_run_counted_and_timed(as_batch):
+    torch.manual_seed(0)
+    model = nn.Sequential(SparseMLP(16, 32), nn.Dropout(), SparseMLP(16, 64, gated=False)).train()
+    x = torch.randn(3, 50, 16)
+    first, second = twell.explain(model, as_batch(x))
+    assert model.training and model[1].training  # as it was
+    active = model[0].gate_proj(x).flatten(0, 1) > 0
+    union = [window.any(0).double().mean() for window in active.split(128)]
+    assert first.active == pytest.approx(active.double().mean().item())
+    assert first.union == pytest.approx(torch.stack(union).mean().item())
+    assert first.limit == pytest.approx(3 / (1 + 2 * first.union))
+    assert second.limit == pytest.approx(2 / (1 + second.union))
+    assert all(layer.gain > 0 and layer.forward == "dense" for layer in (first, second))
+    header = str(twell.explain(model, as_batch(x))).splitlines()[0].split()
+    assert header[5:] == ["ran", "active", "union", "at", "most", "measured", "why"]
+
+
+def test_a_block_that_is_called_twice_counts_both():
+    mlp = SparseMLP(16, 32)
+    (layer,) = twell.explain(nn.Sequential(mlp, mlp), torch.randn(4, 16))
+    assert 0 < layer.active < 1
+    assert layer.limit is not None
+
+
+@pytest.mark.parametrize("batch", [3, "text"])
+def test_a_bad_batch_is_rejected(batch):
+    with pytest.raises(ValueError, match="batch: got a"):
+        twell.explain(SparseMLP(16, 32), batch)
 
 
 def test_something_else_than_a_module_is_rejected():

@@ -1,17 +1,30 @@
-"""`twell.explain`: shows what ran in each layer of a model, and why."""
+"""`twell.explain`: shows what ran in each layer of a model, why, and what it gains over dense PyTorch."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from ._errors import reject
+from .activations import Activation
+from .functional import run_ffn
 from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
 from .problem import PLAIN
+from .sparsify.blocks import named_blocks
 
-_COLUMNS = ("layer", "D x H", "plan", "ran", "active", "why")
+_COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "at most", "measured", "why")
+_NEIGHBOURS = 128  # tokens that the kernels' blocks share neurons over
+_WARM, _ROUNDS = 5, 9
+_MOST_TOKENS = 65_536  # of a batch that are looked at
 
 
 class ExplainedLayer(NamedTuple):
@@ -22,8 +35,11 @@ class ExplainedLayer(NamedTuple):
     plan:     its plan, or "auto".
     forward:  path of the last decided call: "dense", "row" or "block"; None before the first call.
     backward: path of our last backward; None if there was none or autograd ran it.
-    active:   share of active neurons in a block of tokens when the forward was decided, or the last one
-              known; None on CPUs, which look at every call instead.
+    active:   share of neurons that are active for a token of the batch; None without one.
+    union:    share of neurons that are active for at least one of 128 neighbouring tokens; without a batch,
+              the last reading of a GPU, None on CPUs, which look at every call instead.
+    limit:    gain over dense if nothing but the products counted; None without a batch.
+    gain:     measured gain over dense, on the batch's own input of this block; None without a batch.
     reason:   why the forward ran this way.
     """
 
@@ -34,6 +50,9 @@ class ExplainedLayer(NamedTuple):
     forward: str | None
     backward: str | None
     active: float | None
+    union: float | None
+    limit: float | None
+    gain: float | None
     reason: str
 
 
@@ -42,8 +61,10 @@ class Explanation(list[ExplainedLayer]):
 
     def __str__(self) -> str:
         if not self:
-            return "no SparseMLP found"
+            return "no sparse block found; twell.sparsify_ makes those of a stock model sparse"
         rows = [_COLUMNS, *map(_cells, self)]
+        kept = [i for i in range(len(_COLUMNS)) if any(row[i] != "-" for row in rows[1:])]
+        rows = [[row[i] for i in kept] for row in rows]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -51,25 +72,128 @@ class Explanation(list[ExplainedLayer]):
         )
 
 
-def explain(model: nn.Module) -> Explanation:
-    """What ran in every `SparseMLP` of `model`, and why. Print the result for a table.
+def explain(model: nn.Module, batch: Tensor | Mapping[str, Any] | Sequence[Any] | None = None) -> Explanation:
+    """What ran in every block of `model` that is ours, and why. Print the result for a table.
 
-        model(ids)
-        print(twell.explain(model))
+        twell.sparsify_(model)
+        print(twell.explain(model, batch))
 
-    Layers decide when they run, so a layer without a call shows no path. A call that repeats a decision shows
-    that decision. Blocks that a compiler fused into dense code do not appear as run.
+    Layers decide when they run, so without a batch a layer that was not called shows no path. A call that
+    repeats a decision shows that decision. Blocks that a compiler fused into dense code do not appear as run.
+
+    batch:  what the model is called with, without gradients and in eval mode: a tensor, a mapping of keyword
+            arguments or a sequence of arguments. Every block is then timed on the input that it gets, against
+            dense PyTorch on the same weights; statistics are of the first 65,536 tokens.
     """
     if not isinstance(model, nn.Module):
         reject("model", type(model).__name__, "a torch.nn.Module")
-    return Explanation(
-        _explained(name, module) for name, module in model.named_modules() if isinstance(module, SparseMLP)
-    )
+    blocks = named_blocks(model)
+    observed = {name: _Observed() for name, _ in blocks}
+    if batch is not None:
+        _run(model, batch, [(block, observed[name]) for name, block in blocks])
+    return Explanation(_explained(name, block, observed[name]) for name, block in blocks)
 
 
-def _explained(name: str, mlp: SparseMLP) -> ExplainedLayer:
+@dataclass
+class _Observed:
+    """Of one block in one pass of the batch; sums, since a layer may be called several times.
+
+    seconds: by plan, medians of each call.
+    """
+
+    tokens: int = 0
+    windows: int = 0
+    active: float = 0.0
+    union: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: {"dense": 0.0, "ours": 0.0})
+
+    def look(self, block: SparseMLP, inputs: tuple[Any, ...]) -> None:
+        """At the input of a call, before it runs."""
+        weights = block._plain_weights()
+        x = inputs[0]
+        if weights is None or x.numel() == 0:
+            return
+        x = x.detach().reshape(-1, x.shape[-1])[:_MOST_TOKENS]
+        self._count(block, x, weights)
+        for name, seconds in _times(block, x, weights).items():
+            self.seconds[name] += seconds
+
+    def _count(self, block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> None:
+        up, _down, gate, up_bias, _down_bias, gate_bias = weights
+        selector, bias = (up, up_bias) if gate is None else (gate, gate_bias)
+        for tokens in x.split(_NEIGHBOURS):
+            active = block.activation(linear(tokens, selector, bias)) != 0
+            self.active += float(active.double().mean(1).sum())
+            self.union += float(active.any(0).double().mean())
+            self.tokens += len(tokens)
+            self.windows += 1
+
+
+def _run(model: nn.Module, batch: Any, blocks: list[tuple[SparseMLP, _Observed]]) -> None:
+    def observer(seen: _Observed) -> Callable[[SparseMLP, tuple[Any, ...]], None]:
+        return lambda block, inputs: seen.look(block, inputs)
+
+    hooks = [block.register_forward_pre_hook(observer(seen)) for block, seen in blocks]
+    try:
+        with torch.no_grad(), _eval_mode(model):
+            if isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, Tensor):
+                model(batch)
+            elif isinstance(batch, Sequence) and not isinstance(batch, str):
+                model(*batch)
+            else:
+                reject("batch", f"a {type(batch).__name__}", "a tensor, a mapping or a sequence of arguments")
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> dict[str, float]:
+    """Median seconds of a call, of dense PyTorch and with the block's plan, by turns."""
+    layer = block._own_layer()
+    calls = {
+        "dense": lambda: _dense(x, weights, block.activation),
+        "ours": lambda: run_ffn((x, *weights), block.activation, block.plan, record=False, layer=layer),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(_WARM + _ROUNDS):
+        for name, call in calls.items():
+            start = _now(x)
+            call()
+            if turn >= _WARM:
+                seconds[name].append(_now(x) - start)
+    return {name: median(values) for name, values in seconds.items()}
+
+
+def _dense(x: Tensor, weights: tuple[Tensor | None, ...], activation: Activation) -> Tensor:
+    """As stock modules compute it."""
+    up, down, gate, up_bias, down_bias, gate_bias = weights
+    hidden = linear(x, up, up_bias)
+    hidden = activation(hidden) if gate is None else activation(linear(x, gate, gate_bias)) * hidden
+    return linear(hidden, down, down_bias)
+
+
+def _now(x: Tensor) -> float:
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return perf_counter()
+
+
+def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
     plan = "auto" if mlp.plan is None else mlp.plan.spec
-    forward = backward = active = None
+    forward = backward = active = union = limit = gain = None
     reason = "it has not been called"
     state = _state_of(mlp)
     if state is not None:
@@ -77,19 +201,34 @@ def _explained(name: str, mlp: SparseMLP) -> ExplainedLayer:
         forward, reason = outcome.path, outcome.reason
         backward = state.ran["backward"].path if "backward" in state.ran else None
         shares = [outcome.share, *(reading.share for reading in reversed(state.readings().values()))]
-        active = next((share for share in shares if share is not None), None)
+        union = next((share for share in shares if share is not None), None)
+    if seen.tokens:
+        active, union = seen.active / seen.tokens, seen.union / seen.windows
+        skipped = 2 if mlp.gated else 1  # products of which only the active neurons' part is needed
+        limit = (1 + skipped) / (1 + skipped * union)
+        gain = seen.seconds["dense"] / seen.seconds["ours"]
     return ExplainedLayer(
-        name, mlp.hidden_size, mlp.intermediate_size, plan, forward, backward, active, reason
+        name,
+        mlp.hidden_size,
+        mlp.intermediate_size,
+        plan,
+        forward,
+        backward,
+        active,
+        union,
+        limit,
+        gain,
+        reason,
     )
 
 
 def _state_of(mlp: SparseMLP) -> LayerState | None:
-    """The module's state or the one that a compiled graph keeps for its weights: whichever ran last."""
+    """The block's state or the one that a compiled graph keeps for its weights: whichever ran last."""
     states = [mlp._layer]
-    selector = mlp.gate_proj if mlp.gated else mlp.up_proj
-    weight = getattr(selector, "weight", None)
-    if type(weight) in PLAIN:
-        states.append(known_layer(weight))
+    weights = mlp._plain_weights()
+    selector = None if weights is None else weights[0] if weights[2] is None else weights[2]
+    if type(selector) in PLAIN:
+        states.append(known_layer(selector))
     called = [state for state in states if state is not None and "forward" in state.ran]
     return max(called, key=lambda state: state.ran["forward"].order, default=None)
 
@@ -98,12 +237,12 @@ def _cells(layer: ExplainedLayer) -> tuple[str, ...]:
     ran = layer.forward or "-"
     if layer.backward is not None:
         ran = f"{ran}, backward {layer.backward}"
-    active = "-" if layer.active is None else f"{layer.active:.1%}"
     return (
         layer.layer or "(model)",
         f"{layer.hidden} x {layer.neurons}",
         layer.plan,
         ran,
-        active,
+        *("-" if share is None else f"{share:.1%}" for share in (layer.active, layer.union)),
+        *("-" if gain is None else f"{gain:.2f}x" for gain in (layer.limit, layer.gain)),
         layer.reason,
     )

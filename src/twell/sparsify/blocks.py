@@ -20,6 +20,9 @@ from .activation_probe import Recognised
 from .roles import Place, Roles, has_hooks, is_plain
 
 
+_DROPOUT = "a dropout inside the block is on"
+
+
 class BlockTwin(SparseMLP):
     """A `SparseMLP` whose projections are those of a stock model. No module of the model holds it as a child.
 
@@ -45,22 +48,29 @@ class BlockTwin(SparseMLP):
     # Not a child of the model, it hears of train() and eval() through its projections.
     training = property(lambda self: self.roles.down.place.module.training, lambda self, _mode: None)
 
-    def can_take(self, x: Any) -> bool:
-        """Whether our kernels compute what the stock block would."""
+    def why_stock(self, x: Any) -> str | None:
+        """Why the stock block has to compute this call; None if our kernels can."""
         if not isinstance(x, Tensor):
-            return False
+            return "its input is no tensor"
         weights = self._plain_weights()
         if weights is None:
-            return False
+            return "a projection is no longer plain (wrapped, parametrised, patched or hooked)"
         up, down, gate, *_ = weights
         if up.dtype != down.dtype or (gate is not None and gate.dtype != up.dtype):
-            return False
+            return "its projections have weights of several dtypes"
         if self._only_dtype is not None and x.dtype != self._only_dtype:
-            return False
+            return f"the threshold of its activation is known in {self._only_dtype} only"
         device = x.device.type
-        return x.dtype == up.dtype or (
+        if x.dtype == up.dtype or (
             torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        )
+        ):
+            return None
+        return f"its input is {x.dtype}, its weights are {up.dtype}"
+
+    def note_stock(self, reason: str) -> None:
+        """For `twell.explain`."""
+        if not torch.compiler.is_compiling():
+            self._own_layer().note("forward", "dense", reason)
 
     def _plain_weights(self) -> tuple[Tensor | None, ...] | None:
         weights = self.roles.weights()
@@ -107,8 +117,10 @@ class _OwnForward:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         twin, dropouts = self.__dict__["_twell_block"]
         values = (*inputs, *named.values())
-        if len(values) == 1 and not dropouts.drop() and twin.can_take(values[0]):
+        reason = _DROPOUT if dropouts.drop() else twin.why_stock(values[0] if len(values) == 1 else None)
+        if reason is None:
             return twin(values[0])
+        twin.note_stock(reason)
         return super().forward(*inputs, **named)
 
 
@@ -129,7 +141,9 @@ class Carrier:
         self._dropouts, self._local = dropouts, threading.local()
 
     def carries(self, x: Tensor) -> bool:
-        if self._dropouts.drop() or not self.twin.can_take(x) or not self._is_in_place():
+        reason = self._why_stock(x)
+        if reason is not None:
+            self.twin.note_stock(reason)
             return False
         if not torch.compiler.is_compiling():
             self._local.x = x
@@ -138,7 +152,7 @@ class Carrier:
     def is_carried(self, x: Tensor) -> bool:
         """Whether x is what the first projection has passed on."""
         if torch.compiler.is_compiling():
-            return not self._dropouts.drop() and self.twin.can_take(x) and self._is_in_place()
+            return self._why_stock(x) is None
         carried = getattr(self._local, "x", None)
         if carried is None:
             return False
@@ -153,6 +167,13 @@ class Carrier:
     def run(self, x: Tensor) -> Tensor:
         self._local.x = None
         return self.twin(x)
+
+    def _why_stock(self, x: Tensor) -> str | None:
+        if self._dropouts.drop():
+            return _DROPOUT
+        if not self._is_in_place():
+            return "a module of the block was replaced or hooked"
+        return self.twin.why_stock(x)
 
     def _is_in_place(self) -> bool:
         for place in (self.first, self.last, self.activation):
