@@ -22,10 +22,11 @@ from .kernels.gpu.overflow import overflowed_steps
 from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
-from .sparsify import SparsifyReport, densify_, sparsify_
+from .sparsify import BlockDescription, SparsifyReport, densify_, register_adapter, sparsify_
 
 __all__ = [
     "Activation",
+    "BlockDescription",
     "BlockTwELL",
     "ExplainedLayer",
     "Explanation",
@@ -47,6 +48,7 @@ __all__ = [
     "ffn",
     "ffn_with_stats",
     "recorded_paths",
+    "register_adapter",
     "sparsify_",
     "training_states",
 ]

@@ -4,11 +4,13 @@ activation_probe  recognises activation functions by what they return
 proof             works out what the projections of a module do, by running its code on stand-ins
 stock_code        finds projections that a layer's code calls one after the other
 recognition       searches a model with these
+adapters          blocks that users describe
 roles, blocks     the weights of a block, and what runs in its place
 """
 
 from __future__ import annotations
 
+from .adapters import BlockDescription, register_adapter
 from .convert import SparsifyReport, densify_, sparsify_
 
-__all__ = ["SparsifyReport", "densify_", "sparsify_"]
+__all__ = ["BlockDescription", "SparsifyReport", "densify_", "register_adapter", "sparsify_"]

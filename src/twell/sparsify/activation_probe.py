@@ -36,10 +36,15 @@ def recognise(function: Function, dtype: torch.dtype, device: torch.device) -> R
     if not torch.equal(function(values.flip(0)), result.flip(0)):
         return "the activation does not work element by element"
     zero = result == 0
-    if not bool(zero[values < 0].any()) or bool((zero & (values > _LARGEST / 2)).any()):
+    if not bool(zero[values < 0].all()) or bool((zero & (values > _LARGEST / 2)).any()):
         return "the activation has no exact zeros (`twell.hf.relufy` replaces it by ReLU)"
-    threshold = _largest_zero(function, dtype, device)
-    for found in _candidates(values, result, threshold):
+    threshold, above, passed = _largest_zero(function, dtype, device)
+    candidates = [Recognised(Activation("relu")), Recognised(Activation("relu2"))]
+    if threshold:
+        # The difference of two numbers that are near each other is exact.
+        shifted = Recognised(Activation("relu"), above - passed)
+        candidates = [Recognised(Activation("fatrelu", threshold)), shifted]
+    for found in candidates:
         if _agrees(function, found, values):
             return found
     return "the activation has exact zeros, but is none of relu, relu2, fatrelu(T) and relu(x - T)"
@@ -55,35 +60,31 @@ def _probe_values(dtype: torch.dtype, device: torch.device) -> Tensor:
     return values.to(dtype=dtype, device=device)
 
 
-def _largest_zero(function: Function, dtype: torch.dtype, device: torch.device) -> float:
-    """The largest number of `dtype` below the smallest positive one that the function lets through."""
+def _largest_zero(function: Function, dtype: torch.dtype, device: torch.device) -> tuple[float, float, float]:
+    """The largest number of `dtype` that becomes zero, the next one, and what that becomes; all positive."""
 
-    def is_zero(value: float) -> bool:
-        return bool(function(torch.tensor([value], dtype=dtype, device=device)) == 0)
+    def result(value: float) -> float:
+        return float(function(torch.tensor([value], dtype=dtype, device=device)))
 
     below, above = 0.0, _LARGEST
     for _ in range(_HALVINGS):
         middle = float(torch.tensor((below + above) / 2, dtype=torch.float64).to(dtype))
         if middle in (below, above):
             break
-        below, above = (middle, above) if is_zero(middle) else (below, middle)
-    # A square of a tiny number is zero, too: that is rounding, and no threshold.
-    return below if below > torch.finfo(dtype).smallest_normal ** 0.5 else 0.0
-
-
-def _candidates(values: Tensor, result: Tensor, threshold: float) -> list[Recognised]:
-    if threshold == 0:
-        return [Recognised(Activation("relu")), Recognised(Activation("relu2"))]
-    large = values.argmax()
-    shift = float(values[large].double() - result[large].double())
-    exact = torch.tensor(shift, dtype=values.dtype)
-    found = [Recognised(Activation("fatrelu", threshold))]
-    return [*found, Recognised(Activation("relu"), float(exact))] if shift else found
+        below, above = (middle, above) if result(middle) == 0 else (below, middle)
+    # The square of a tiny number is zero, too: that is rounding, and no threshold.
+    threshold = below if below > torch.finfo(dtype).smallest_normal ** 0.5 else 0.0
+    return threshold, above, result(above)
 
 
 def _agrees(function: Function, found: Recognised, values: Tensor) -> bool:
-    near = torch.tensor([found.activation.threshold, found.shift], dtype=torch.float64)
-    neighbours = torch.cat([near * (1 + k * torch.finfo(values.dtype).eps) for k in range(-4, 5)])
-    values = torch.cat([values, neighbours.to(values)])
-    wanted = found.activation(values - found.shift if found.shift else values)
-    return torch.equal(function(values), wanted)
+    """On `values` and next to the threshold: bit by bit; a shifted one up to rounding."""
+    threshold = found.activation.threshold
+    epsilon = torch.finfo(values.dtype).eps
+    near = torch.tensor([threshold * (1 + k * epsilon) for k in range(-4, 5)], dtype=torch.float64)
+    values = torch.cat([values, near.to(values)])
+    result = function(values)
+    if not found.shift:
+        return torch.equal(result, found.activation(values))
+    wanted = found.activation(values.double() - found.shift)
+    return bool(((result.double() - wanted).abs() <= epsilon * (values.double().abs() + found.shift)).all())

@@ -19,7 +19,6 @@ from ..plan import Plan
 from .activation_probe import Recognised
 from .roles import Place, Roles, has_hooks, is_plain
 
-
 _DROPOUT = "a dropout inside the block is on"
 
 

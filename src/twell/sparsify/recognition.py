@@ -10,6 +10,7 @@ from torch import nn
 
 from ..nn import SparseMLP
 from .activation_probe import Recognised, recognise
+from .adapters import described
 from .blocks import is_swapped
 from .proof import NotABlockError, Proven, is_linear, prove_block, prove_last, prove_selector, sizes
 from .roles import Place, Role, Roles, is_projection, why_unsuitable
@@ -82,6 +83,8 @@ class _Search:
             return
         if is_projection(module):
             return
+        if self._is_described(name, module):
+            return
         places = _projections_of(module)
         if places and len(places) <= _MOST_PROJECTIONS:
             self._try(name, module, places)
@@ -89,6 +92,17 @@ class _Search:
             self._refuse(name, module, "experts stored as 3-D parameters", [])
         if places and not self._is_taken(places):
             self._try_split(name, module)
+
+    def _is_described(self, name: str, module: nn.Module) -> bool:
+        """Whether an adapter knows the module, which is then a block or refused."""
+        try:
+            proven = described(module)
+        except NotABlockError as reason:
+            self._refuse(name, module, str(reason), [])
+            return True
+        if proven is not None and not self._taken.intersection(proven.roles.modules):
+            self._take(Found(name, module, proven))
+        return proven is not None
 
     def result(self) -> Findings:
         findings = self._findings

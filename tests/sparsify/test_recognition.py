@@ -1,0 +1,303 @@
+"""Blocks are found by what their code does, whatever its names; what only looks like a block is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import twell
+from twell import Plan, recorded_paths, sparsify_
+
+D, H = 16, 40
+
+
+class Gated(nn.Module):
+    def __init__(self, combine, bias=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, H, bias=bias), nn.Linear(D, H, bias=bias)
+        self.c = nn.Linear(H, D, bias=bias)
+        self.combine = combine
+
+    def forward(self, x):
+        return self.c(self.combine(self.a(x), self.b(x)))
+
+
+class Plain(nn.Module):
+    def __init__(self, activation, inner=None, outer=None):
+        super().__init__()
+        self.one, self.two = nn.Linear(D, H), nn.Linear(H, D)
+        self.f, self.inner, self.outer = activation, inner or nn.Identity(), outer or nn.Identity()
+
+    def forward(self, y):
+        return self.outer(self.two(self.inner(self.f(self.one(y)))))
+
+
+class Fused(nn.Module):
+    def __init__(self, split):
+        super().__init__()
+        self.both, self.out, self.split = nn.Linear(D, 2 * H), nn.Linear(H, D), split
+
+    def forward(self, x):
+        gate, up = self.split(self.both(x))
+        return self.out(up * torch.relu(gate))
+
+
+class Layer(nn.Module):
+    """Its projections are called one after the other, among other things."""
+
+    def __init__(self, p=0.0):
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(D), nn.Linear(D, H), nn.Linear(H, D)
+        self.act, self.p = nn.ReLU(), p
+
+    def forward(self, x, mask=None):
+        residual = x
+        x = self.norm(x) if mask is None else self.norm(x) * mask
+        x = self.act(self.fc1(x))
+        x = functional.dropout(x, p=self.p, training=self.training)
+        x = self.fc2(x)
+        return residual + x
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.act = nn.Linear(D, H), nn.ReLU()
+
+    def forward(self, hidden):
+        return self.act(self.dense(hidden))
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.norm = nn.Linear(H, D), nn.LayerNorm(D)
+
+    def forward(self, hidden, residual):
+        return self.norm(self.dense(hidden) + residual)
+
+
+class Pair(nn.Module):
+    def __init__(self, last=None):
+        super().__init__()
+        self.query, self.first, self.last = nn.Linear(D, D), First(), last or Last()
+
+    def forward(self, x):
+        x = self.query(x)
+        inner = self.first(x)
+        return self.last(inner, x)
+
+
+def check_same(model, blocks=1, **options):
+    """sparsify_ finds so many blocks, whose sparse paths give stock's outputs and gradients."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(2, 5, D, requires_grad=True)
+    wanted = model(x)
+    wanted.square().sum().backward()
+    gradients = [p.grad.clone() for p in [x, *model.parameters()]]
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    report = sparsify_(model, plan=Plan(path="row"), **options)
+    assert len(report.blocks) == blocks
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+    x.grad = None
+    model.zero_grad()
+    with recorded_paths() as ran:
+        found = model(x)
+    assert [piece.path for piece in ran] == ["row"] * blocks
+    found.square().sum().backward()
+    torch.testing.assert_close(found, wanted)
+    for ours, stock in zip([x, *model.parameters()], gradients, strict=True):
+        torch.testing.assert_close(ours.grad, stock, rtol=1e-4, atol=1e-5)
+    return report
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "combine",
+    [
+        lambda a, b: torch.relu(a) * b,
+        lambda a, b: a * torch.relu(b),
+        lambda a, b: functional.relu(a).square() * b,
+        lambda a, b: functional.threshold(b, 0.5, 0.0) * a,
+        lambda a, b: functional.relu(b - 0.5) * a,
+    ],
+)
+def test_gated(combine, bias):
+    check_same(Gated(combine, bias))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), torch.relu, lambda v: functional.relu(v - 0.25)])
+def test_plain(activation):
+    check_same(Plain(activation))
+
+
+def test_nested_and_sequential():
+    check_same(nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Sequential(nn.Linear(H, D))))
+    check_same(nn.Sequential(Plain(nn.ReLU()), Gated(lambda a, b: torch.relu(a) * b)), blocks=2)
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda v: v.chunk(2, -1),
+        lambda v: v.chunk(2, -1)[::-1],
+        lambda v: (v[..., ::2], v[..., 1::2]),
+        lambda v: (v[..., 1::2], v[..., ::2]),
+    ],
+)
+def test_gate_and_up_in_one_projection(split):
+    check_same(Fused(split))
+
+
+def test_projections_in_a_layer():
+    report = check_same(nn.Sequential(Layer(), Layer()), blocks=2)
+    assert report.blocks[0].projections == ("fc1", "fc2")
+    assert report.blocks[1].block == "1"
+
+
+def test_first_and_last_in_modules_of_their_own():
+    check_same(Pair())
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (Gated(lambda a, b: functional.silu(a) * b), "no exact zeros"),
+        (Gated(lambda a, b: torch.relu(a) * torch.relu(b)), "applied to more than the gate"),
+        (Gated(lambda a, b: torch.relu(a) + b), ""),
+        (Gated(lambda a, b: torch.relu(a) * b * 2), "none of relu"),
+        (Gated(lambda a, b: functional.normalize(torch.relu(a) * b)), ""),
+        (Plain(nn.GELU()), "no exact zeros"),
+        (Plain(nn.ReLU(), outer=nn.Tanh()), "not the result of its last projection"),
+        (Plain(nn.ReLU(), inner=nn.LayerNorm(H)), "parameters besides"),
+        (Plain(nn.ReLU(), inner=nn.Softmax(-1)), ""),
+        (Plain(lambda v: torch.relu(v.flip(-1))), ""),
+        (Plain(lambda v: torch.relu(v).cumsum(0)), ""),
+    ],
+)
+def test_look_alikes_are_refused(model, reason):
+    x = torch.randn(2, 3, D)
+    wanted = model(x)
+    report = sparsify_(model)
+    assert not report.blocks
+    assert len(report.skipped) == 1
+    assert reason in report.skipped[0].reason
+    assert torch.equal(model(x), wanted)
+
+
+class ReadTwice(Layer):
+    def forward(self, x):
+        hidden = self.fc1(x)
+        active = self.act(hidden)
+        y = self.fc2(active)
+        return y + hidden.mean()
+
+
+class UsedTwice(Layer):
+    def forward(self, x):
+        x = self.act(self.norm(x))
+        x = self.act(self.fc1(x))
+        return self.fc2(x)
+
+
+class InALoop(Layer):
+    def forward(self, x):
+        hidden = x
+        for _ in range(2):
+            inner = self.act(self.fc1(hidden))
+            hidden = self.fc2(inner) + inner.mean()
+        return self.norm(hidden)
+
+
+class Chained(Layer):
+    """Two projections with nothing between them."""
+
+    def forward(self, x):
+        return self.act(self.fc2(self.fc1(self.norm(x))))
+
+
+class Clamped(Layer):
+    def forward(self, x):
+        x = self.act(self.fc1(self.norm(x)))
+        x = x.clamp(max=1.0)
+        return self.fc2(x)
+
+
+class LastLooksAgain(Last):
+    def forward(self, hidden, residual):
+        return self.norm(self.dense(hidden) + residual) + hidden.mean()
+
+
+@pytest.mark.parametrize(
+    "model", [ReadTwice(), UsedTwice(), InALoop(), Chained(), Clamped(), Pair(LastLooksAgain())]
+)
+def test_layers_whose_values_go_elsewhere_are_refused(model):
+    x = torch.randn(2, 3, D)
+    wanted = model(x)
+    assert not sparsify_(model).blocks
+    assert torch.equal(model(x), wanted)
+
+
+def test_a_module_that_draws_numbers_leaves_the_seed_alone():
+    model = Plain(nn.ReLU(), inner=nn.Dropout(0.5))
+    torch.manual_seed(7)
+    wanted = torch.rand(3)
+    torch.manual_seed(7)
+    sparsify_(model)
+    assert torch.equal(torch.rand(3), wanted)
+
+
+class Odd(nn.Module):
+    """Uses the weights without calling the projections."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(D, H), nn.Linear(H, D), nn.Linear(D, H)
+
+    def forward(self, x):
+        gate = functional.linear(x, self.w1.weight, self.w1.bias).relu()
+        return functional.linear(
+            gate * functional.linear(x, self.w3.weight, self.w3.bias), self.w2.weight, self.w2.bias
+        )
+
+
+@pytest.fixture
+def adapters(monkeypatch):
+    monkeypatch.setattr("twell.sparsify.adapters._adapters", {})
+
+
+@pytest.mark.usefixtures("adapters")
+class TestAdapters:
+    def test_described_blocks_run(self):
+        assert not sparsify_(Odd()).blocks
+        twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w1", up="w3", down="w2"))
+        check_same(Odd())
+
+    def test_a_wrong_description_changes_nothing(self):
+        twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w3", up="w1", down="w2"))
+        model = nn.Sequential(Plain(nn.ReLU()), Odd())
+        with pytest.raises(ValueError, match="computes something else"):
+            sparsify_(model)
+        assert type(model[0]) is Plain
+
+    @pytest.mark.parametrize("name", ["w4", "w1.weight", ""])
+    def test_names_are_checked(self, name):
+        twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w1", up=name, down="w2"))
+        with pytest.raises(ValueError, match="up: got"):
+            sparsify_(Odd())
+
+    def test_none_leaves_it_to_the_search(self):
+        twell.register_adapter(Plain)(lambda module: None)
+        check_same(Plain(nn.ReLU()))
+
+    def test_what_is_registered_and_returned_is_checked(self):
+        with pytest.raises(ValueError, match="kind: got 3"):
+            twell.register_adapter(3)
+        twell.register_adapter(Odd)(lambda module: "w1")
+        with pytest.raises(ValueError, match="adapter: got a str"):
+            sparsify_(Odd())
