@@ -96,6 +96,10 @@ class SparseMLP(nn.Module):
     def gated(self) -> bool:
         return self.gate_proj is not None
 
+    def selector_rows(self) -> tuple[nn.Module, int, int]:
+        """(module, first, step): row first + step * n of its weight decides whether neuron n is active."""
+        return (self.gate_proj if self.gated else self.up_proj), 0, 1
+
     @property
     def eager(self) -> bool:
         return self._eager

@@ -7,9 +7,24 @@ import torch
 
 pytest.importorskip("transformers")
 
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+)
 from transformers.activations import ACT2FN
 
-from twell.hf import relufy, set_neuron_major, to_stock
+from twell.hf import relufy, set_neuron_major, sparse_mlps, to_stock
 
 from .tiny import SPARSE, STOCK, is_neuron_major, sparse_model, stock_model, tokens
 
@@ -100,6 +115,84 @@ def _save_two(folder, where):
     other = stock_model(seed=3, num_attention_heads=2, num_key_value_heads=2, head_dim=16, rms_norm_eps=1e-2)
     other.save_pretrained(folder / where)
     return other
+
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+}
+OTHERS = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, num_key_value_heads=4)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, num_key_value_heads=4)),  # gate and up in one
+    "neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)),  # not gated, with biases
+    "opt": lambda: OPTForCausalLM(
+        OPTConfig(
+            vocab_size=96,
+            hidden_size=32,
+            ffn_dim=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            word_embed_proj_dim=32,
+            activation_function="gelu",
+            dropout=0.0,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("from_path", [False, True])
+@pytest.mark.parametrize("family", OTHERS)
+def test_relufy_of_other_families(family, from_path, tmp_path):
+    """A stock model with ReLU, L1 in its loss, and a stock checkpoint."""
+    torch.manual_seed(0)
+    dense = OTHERS[family]()
+    if from_path:
+        dense.save_pretrained(tmp_path / "dense")
+    sparse = relufy(tmp_path / "dense" if from_path else dense, l1_coeff=0.5).train()
+    assert isinstance(sparse, type(dense))
+    assert len(sparse_mlps(sparse)) == 2
+    ids = tokens()
+    output = sparse(ids, labels=ids)
+    torch.testing.assert_close(output.loss, output.ce_loss + 0.5 * output.l1.mean())
+    output.l1_loss.backward()
+    selector, first, step = sparse_mlps(sparse)[-1].selector_rows()
+    assert selector.weight.grad[first::step].abs().sum() > 0
+    assert all((0 < l0 < 64) for l0 in output.l0)
+    assert [firing.shape for firing in output.firing] == [(64,)] * 2
+    sparse.save_pretrained(tmp_path / "saved")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert type(stock) is type(dense)
+    sparse.eval()
+    torch.testing.assert_close(sparse(ids).logits, stock.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(
+        sparse.generate(ids, max_new_tokens=3, do_sample=False),
+        stock.generate(ids, max_new_tokens=3, do_sample=False),
+    )
+    assert len(sparse(ids, return_dict=False)) < len(output)
+    with pytest.raises(ValueError, match="with sparse blocks"):
+        relufy(sparse)
+
+
+def test_relufy_of_other_families_refuses():
+    with pytest.raises(ValueError, match=r"activation: got fatrelu\(0.1\); accepted: relu or relu2"):
+        relufy(OTHERS["mistral"](), activation="fatrelu(0.1)")
+    encoder = BertModel(BertConfig(**SIZES))
+    with pytest.raises(ValueError, match="got a BertModel; accepted: a causal language model"):
+        relufy(encoder)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=96, hidden_size=32, n_layer=1, n_head=4))
+    with pytest.raises(ValueError, match="names no activation"):
+        relufy(bloom)
+
+
+def test_blocks_that_run_stock_cannot_be_recorded():
+    sparse = relufy(OTHERS["mistral"]())
+    sparse.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="1 of 2 blocks that ran their stock forward"):
+        sparse(tokens(), labels=tokens())
 
 
 def test_relufy_finds_the_config_in_a_subfolder(tmp_path):

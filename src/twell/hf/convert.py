@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Mapping
 from typing import Any
 
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -15,13 +18,17 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.activations import ACT2FN
 
 from .._errors import reject
 from .._log import log_once
 from ..activations import Activation
+from ..sparsify import sparsify_
 from .checkpoints import HUB_OPTIONS
 from .config import EXACT_ZEROS
+from .layers import sparse_mlps
 from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
+from .recording import record_sparsity_of
 
 SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
 
@@ -38,28 +45,35 @@ def relufy(
     activation: str | Activation | None = None,
     l1_coeff: float = 0.0,
     **kwargs: Any,
-) -> SparseModel:
-    """Convert a dense Llama or Qwen2 language model to a sparse one with the same weights.
+) -> PreTrainedModel:
+    """Convert a dense causal language model to a sparse one with the same weights.
 
     Only the activation changes. A model that already has exact zeros keeps its activation and its output; any
     other model changes its output and needs further training.
 
+    A Llama or Qwen2 becomes one of our classes. Any other family stays in its stock class with ReLU in its
+    config and its blocks sparsified (`twell.sparsify_`); it records its sparsity and has the L1 term in its
+    loss as ours do. Saved, it is a stock checkpoint.
+
     model_or_path:  a stock model (its weights are copied, it stays as it is), or a path or Hub name; kwargs
                     then go to `from_pretrained`, for the config too.
-    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`. None keeps ReLU or squared
-                    ReLU and replaces everything else by ReLU. Replacing one with exact zeros is logged.
+    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`; fatrelu for Llama and Qwen2
+                    only. None keeps ReLU or squared ReLU and replaces everything else by ReLU. Replacing one
+                    with exact zeros is logged.
     l1_coeff:       weight of the L1 term of the loss.
     """
     if isinstance(model_or_path, PreTrainedModel):
         if kwargs:
             reject("kwargs", sorted(kwargs), "none with a model, only with a path")
-        if type(model_or_path) not in _STOCK_CLASS.values():
-            reject("model_or_path", f"a {type(model_or_path).__name__}", _names(_STOCK_CLASS.values()))
         config = model_or_path.config
     else:
         config = _config_at(model_or_path, kwargs)
-    if type(config) not in _SPARSE_CLASS:
-        reject("model_or_path", f"a {type(config).__name__}", _names(_SPARSE_CLASS))
+    if type(config) not in _SPARSE_CLASS or (
+        isinstance(model_or_path, PreTrainedModel) and type(model_or_path) not in _STOCK_CLASS.values()
+    ):
+        if not isinstance(model_or_path, PreTrainedModel):
+            model_or_path = AutoModelForCausalLM.from_pretrained(model_or_path, **kwargs)
+        return _relufied_stock(model_or_path, activation, l1_coeff)
     sparse_class = _SPARSE_CLASS[type(config)]
     sparse_config = _converted_config(
         config,
@@ -71,6 +85,46 @@ def relufy(
         return _with_weights_of(model_or_path, sparse_class, sparse_config)
     options = {name: value for name, value in kwargs.items() if name not in _CONFIG_OPTIONS}
     return sparse_class.from_pretrained(model_or_path, config=sparse_config, **options)
+
+
+def _relufied_stock(
+    model: PreTrainedModel, asked: str | Activation | None, l1_coeff: float
+) -> PreTrainedModel:
+    """A copy of a stock model of any family, with ReLU and sparse blocks."""
+    kind = type(model).__name__
+    if sparse_mlps(model):
+        reject("model_or_path", f"a {kind} with sparse blocks", "a stock model that stays dense")
+    if not isinstance(model, GenerationMixin) or not model.can_generate() or model.config.is_encoder_decoder:
+        reject("model_or_path", f"a {kind}", "a causal language model")
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    fields = [name for name, value in vars(text).items() if "act" in name and _is_activation(value)]
+    if not fields:
+        reject(
+            "model_or_path", f"a {kind}, whose config names no activation", "one with `hidden_act` or alike"
+        )
+    chosen = {_chosen_activation(getattr(text, name), asked) for name in fields}
+    if len(chosen) > 1:
+        reject("activation", asked, f"one of relu and relu2: {kind} has several ({', '.join(fields)})")
+    (activation,) = chosen
+    if activation.name == "fatrelu":
+        reject("activation", activation.spec, f"relu or relu2: the stock class {kind} has no fatrelu")
+    for name in fields:
+        if EXACT_ZEROS.get(getattr(text, name)) != activation.name:
+            setattr(text, name, activation.name)
+    converted = _with_weights_of(model, type(model), config)
+    report = sparsify_(converted)
+    if not report.blocks:
+        reasons = sorted({skipped.reason for skipped in report.skipped}) or ["it has no feed-forward block"]
+        reject(
+            "model_or_path", f"a {kind} ({'; '.join(reasons)})", "a model whose blocks sparsify_ recognises"
+        )
+    record_sparsity_of(converted, l1_coeff)
+    return converted
+
+
+def _is_activation(value: object) -> bool:
+    return isinstance(value, str) and value in ACT2FN
 
 
 def _config_at(path: str | os.PathLike[str], options: Mapping[str, Any]) -> PreTrainedConfig:

@@ -47,6 +47,11 @@ class BlockTwin(SparseMLP):
     # Not a child of the model, it hears of train() and eval() through its projections.
     training = property(lambda self: self.roles.down.place.module.training, lambda self, _mode: None)
 
+    def selector_rows(self) -> tuple[nn.Module, int, int]:
+        role = self.roles.gate or self.roles.up
+        rows = role.rows or slice(0, None)
+        return role.place.module, rows.start, rows.step or 1
+
     def why_stock(self, x: Any) -> str | None:
         """Why the stock block has to compute this call; None if our kernels can."""
         if not isinstance(x, Tensor):

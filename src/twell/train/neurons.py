@@ -101,21 +101,21 @@ def revive(
     generator:  on the CPU and in the same state on every process, so that all draw the same rows.
     optimizer:  loses its moments for these rows: state with the shape of the weight.
     """
-    selector = mlp.gate_proj if mlp.gated else mlp.up_proj
     neurons = dead.nonzero().flatten()
     if not neurons.numel():
         return neurons
-    weight = selector.weight
-    if weight.dim() != 2 or weight.shape[0] != dead.numel():
-        reject("recipe.revive_every", f"weights of shape {tuple(weight.shape)}", "0 under FSDP 1; or FSDP 2")
-    rows = torch.randn(neurons.numel(), weight.shape[1], generator=generator) * std
-    _set_rows(weight, neurons, rows)
+    selector, first, step = mlp.selector_rows()
+    weight, rows = selector.weight, first + step * neurons
+    if weight.dim() != 2 or weight.shape[1] != mlp.hidden_size or weight.shape[0] < dead.numel():
+        accepted = "0 for GPT-2's Conv1D and under FSDP 1; or FSDP 2"
+        reject("recipe.revive_every", f"weights of shape {tuple(weight.shape)}", accepted)
+    _set_rows(weight, rows, torch.randn(neurons.numel(), weight.shape[1], generator=generator) * std)
     if selector.bias is not None:
-        _set_rows(selector.bias, neurons, torch.zeros(neurons.numel()))
+        _set_rows(selector.bias, rows, torch.zeros(neurons.numel()))
     if optimizer is not None:
         for parameter in (weight, selector.bias):
             if parameter is not None:
-                _clear_state(optimizer, parameter, neurons)
+                _clear_state(optimizer, parameter, rows)
     return neurons
 
 
