@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ def check_blocks(model: nn.Module, blocks: dict[str, SparseMLP]) -> None:
                     refuse_block(name, "a weight is tied to that of another module")
 
 
-def refuse_block(name: str, reason: str) -> None:
+def refuse_block(name: str, reason: str) -> NoReturn:
     accepted = "blocks of plain nn.Linear or Conv1D projections that belong to them alone"
     reject("model", f"block {name!r}: {reason}", accepted)
 
@@ -167,16 +167,14 @@ def _all_roles(roles: Roles) -> list[Role]:
 @torch.no_grad()
 def _cut_parameters(roles: Roles, kept: Tensor) -> list[tuple[nn.Module, str, nn.Parameter]]:
     rows: dict[Place, list[Tensor]] = defaultdict(list)
-    for role in (roles.gate, roles.up):
-        if role is not None:
-            outputs = role.place.module.weight.shape[0 if role.linear else 1]
-            own = torch.arange(outputs) if role.rows is None else torch.arange(outputs)[role.rows]
-            rows[role.place].append(own[kept.cpu()])
+    by_row = {role.place: role.linear for role in _all_roles(roles)}
+    for role in filter(None, (roles.gate, roles.up)):
+        outputs = torch.arange(role.place.module.weight.shape[0 if role.linear else 1])
+        rows[role.place].append(outputs[role.rows or slice(None)][kept.cpu()])
     cut = []
     for place, parts in rows.items():
-        module, linear = place.module, roles.up.linear
-        some = torch.cat(parts).sort().values
-        cut.append((module, "weight", _selected(module.weight, 0 if linear else 1, some)))
+        module, some = place.module, torch.cat(parts).sort().values
+        cut.append((module, "weight", _selected(module.weight, 0 if by_row[place] else 1, some)))
         if module.bias is not None:
             cut.append((module, "bias", _selected(module.bias, 0, some)))
     down = roles.down.place.module

@@ -82,8 +82,8 @@ def prune_(
 
     What stays is rounded up for the kernels, to a multiple of 8 and from 1,024 neurons on of 128; the rest
     that fired most fills it up. Neurons keep their order. Models of `twell.hf` and plain modules get a size
-    for each block. Stock transformers classes have one size for all blocks: the largest that any of them needs.
-    The config changes along, so that the model loads back.
+    for each block. Stock transformers classes have one size for all blocks: the largest that any needs. The
+    config changes along, so that the model loads back.
 
     The weights are new parameters without gradients: make optimisers afterwards. ValueError, with nothing
     changed, where blocks share weights, where projections are wrapped, hooked, sharded or quantised, and

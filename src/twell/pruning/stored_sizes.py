@@ -180,7 +180,7 @@ class StoredModel:
         try:
             for place, value in values.items():
                 setattr(place.config(config), place.name, value)
-            with torch.device("meta"), torch.no_grad():
+            with torch.device("meta"), torch.no_grad(), torch.random.fork_rng(devices=[]):
                 model = kind(config)
         except Exception as error:  # any code may run here, and fail in any way
             first = str(error).partition("\n")[0]
