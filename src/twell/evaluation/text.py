@@ -58,11 +58,18 @@ def evaluate_text(
     max_tokens:       stops after this many tokens.
     progress:         called with the number of tokens after every batch.
     """
+    windows = text_windows(model, tokenizer, documents, sequence_length)
+    return evaluate_windows(model, windows, batch=batch, max_tokens=max_tokens, progress=progress)
+
+
+def text_windows(
+    model: torch.nn.Module, tokenizer, documents: Iterable[str], sequence_length: int | None = None
+) -> Iterator[list[int]]:
+    """The windows of token ids that `evaluate_text` makes of documents."""
     length = _window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
-    windows = _windows(_tokens(tokenizer, documents), length)
-    return evaluate_windows(model, windows, batch=batch, max_tokens=max_tokens, progress=progress)
+    return _windows(_tokens(tokenizer, documents), length)
 
 
 @torch.no_grad()

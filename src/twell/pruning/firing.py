@@ -93,10 +93,15 @@ def firing_on(model: nn.Module, data: Iterable[Mapping[str, Any] | Tensor]) -> d
                 model(batch)
             else:
                 reject("data", f"a batch that is a {type(batch).__name__}", accepted)
+    return counts_of(recorded, "data")
+
+
+def counts_of(recorded: Mapping[str, BlockFiring], argument: str) -> dict[str, Tensor]:
+    """int64 [H] of every block; ValueError, naming `argument`, if one was never called."""
     for name, block in recorded.items():
         if not block.tokens:
             reject(
-                "data",
+                argument,
                 f"no token for which block {name!r} ran on our kernels",
                 "data that reaches every block; twell.explain(model, batch) shows what runs",
             )
