@@ -63,9 +63,12 @@ def run_prune(
     after = evaluate("checking")
     console.print(str(report), highlight=False, soft_wrap=True)
     table = Table(f"on {before.tokens:,} tokens", "before", "after", "change")
-    _add_row(table, "parameters", report.parameters_before, report.parameters_after, ",.0f")
-    _add_row(table, "cross-entropy", before.cross_entropy, after.cross_entropy, ".4f")
-    _add_row(table, f"tokens/s, {len(first):,} at once", speed, _tokens_per_second(loaded, first), ",.0f")
+    _add_row(table, "parameters", report.parameters_before, report.parameters_after)
+    _add_row(table, f"tokens/s, {len(first):,} at once", speed, _tokens_per_second(loaded, first))
+    entropies = before.cross_entropy, after.cross_entropy
+    table.add_row(
+        "cross-entropy", *(f"{nats:.4f}" for nats in entropies), f"{entropies[1] - entropies[0]:+.4f}"
+    )
     console.print(table)
     if dtype == "auto" and (stored := _stored_dtype(model)) is not None:
         loaded.to(stored)
@@ -77,18 +80,20 @@ def _make_sparse(model: Any) -> None:
     """Run a stock model's blocks on our kernels, which count."""
     from .. import sparsify_
     from ..sparsify.blocks import named_blocks
+    from ..sparsify.recognition import find_blocks
 
     if named_blocks(model):
         return
-    report = sparsify_(model)
-    if not report.blocks:
-        reasons = "; ".join(sorted({skipped.reason for skipped in report.skipped}))
+    findings = find_blocks(model, None)
+    if not findings.blocks:
+        reasons = "; ".join(sorted({skipped.reason for skipped in findings.skipped}))
+        found = f"a {type(model).__name__} without blocks that have exact zeros"
         reject(
             "model",
-            f"a {type(model).__name__} without blocks that have exact zeros"
-            + (f": {reasons}" if reasons else ""),
+            f"{found}: {reasons}" if reasons else found,
             "a model with ReLU, squared ReLU, fatrelu or a shifted ReLU",
         )
+    sparsify_(model)
 
 
 def _tokens_per_second(model: Any, window: list[int]) -> float:
@@ -113,9 +118,8 @@ def _stored_dtype(model: str) -> Any:
     return AutoConfig.from_pretrained(find_model(model)).dtype
 
 
-def _add_row(table: Table, name: str, before: float, after: float, shape: str) -> None:
-    change = after / before - 1 if before else 0.0
-    table.add_row(name, format(before, shape), format(after, shape), f"{change:+.1%}")
+def _add_row(table: Table, name: str, before: float, after: float) -> None:
+    table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before - 1:+.1%}")
 
 
 def _save(model: Any, tokenizer: Any, out: Path) -> None:
