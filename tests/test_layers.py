@@ -25,6 +25,7 @@ LAYERS = [
     {"functional"},
     {"nn"},
     {"sparsify"},
+    {"pruning"},
     {"explanation"},
     {"__init__"},
     {"hf"},

@@ -1,6 +1,7 @@
 """twell: the zeros in LLM feed-forward layers, made to pay.
 
 twell.sparsify_(model)                    the blocks of any model that has exact zeros, in place
+twell.prune_(model, data=batches)         the neurons that never fire, removed
 y = twell.ffn(x, up, down, gate)          one block, exact, inactive neurons skipped
 mlp = twell.SparseMLP(1024, 4096)         the same as a module, Llama's parameter names
 twell.TwELL, BlockTwELL, Hybrid           the sparse formats of the activation matrix
@@ -22,6 +23,7 @@ from .kernels.gpu.overflow import overflowed_steps
 from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan
+from .pruning import PruneReport, prune_
 from .sparsify import BlockDescription, SparsifyReport, densify_, register_adapter, sparsify_
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "Hybrid",
     "HybridTransposed",
     "Plan",
+    "PruneReport",
     "Ran",
     "SparseMLP",
     "SparsifyReport",
@@ -47,6 +50,7 @@ __all__ = [
     "fatrelu",
     "ffn",
     "ffn_with_stats",
+    "prune_",
     "recorded_paths",
     "register_adapter",
     "sparsify_",

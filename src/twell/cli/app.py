@@ -158,6 +158,38 @@ def evaluate(
 
 
 @app.command()
+def prune(
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+    text: Annotated[
+        list[str], Option(help="What to count on: a file, a folder, 'python' or hf:NAME; may be repeated.")
+    ],
+    out: Annotated[Path, Option(help="Folder for the pruned model, which must not exist yet.")],
+    min_fires: Annotated[int, Option(min=1, help="Neurons that fire fewer times are removed.")] = 1,
+    tokens: Annotated[int | None, Option(min=2, help="Stop after this many tokens of text.")] = None,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens in a window. Default: the model's positions, at most 1024.")
+    ] = None,
+    batch: Annotated[int, Option(min=1, help="Windows per batch.")] = 8,
+    dtype: Annotated[
+        str, Option(help="auto (saved as it was), float32, bfloat16 or float16 (saved as such).")
+    ] = "auto",
+) -> None:
+    """Remove the neurons that do not fire on a text; save the model, compare it before and after."""
+    from .prune import run_prune
+
+    run_prune(
+        model=model,
+        text=text,
+        out=out,
+        min_fires=min_fires,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        batch=batch,
+        dtype=dtype,
+    )
+
+
+@app.command()
 def generate(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
     prompt: Annotated[str, Option(help="Text to continue.")],

@@ -46,7 +46,7 @@ def run_eval(
     loaded, tokenizer = load_model(model, dtype=dtype)
     found: dict[str, object] = {"model": model}
     if text or held_out is not None:
-        with _progress(console, max_tokens) as advance:
+        with progress_bar(console, max_tokens) as advance:
             shared = {"batch": batch, "max_tokens": max_tokens, "progress": advance}
             if held_out is not None:
                 result = evaluate_windows(loaded, held_out, **shared)
@@ -73,9 +73,11 @@ def run_eval(
 
 
 @contextmanager
-def _progress(console: Console, total: int | None) -> Iterator[Callable[[int], None]]:
+def progress_bar(
+    console: Console, total: int | None, what: str = "evaluating"
+) -> Iterator[Callable[[int], None]]:
     """A progress bar, and the function that advances it by a number of tokens."""
-    columns = ("evaluating", BarColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
+    columns = (what, BarColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total)
         yield lambda tokens: bar.advance(task, tokens)

@@ -9,9 +9,9 @@ import torch
 from .. import hf as _hf  # noqa: F401 - registers the sparse models; explains itself without transformers
 from .._errors import reject
 from ..train.checkpoints import find_model
-from .text import TextResult, evaluate_text, evaluate_windows
+from .text import TextResult, evaluate_text, evaluate_windows, text_windows
 
-__all__ = ["TextResult", "evaluate_text", "evaluate_windows", "load_model"]
+__all__ = ["TextResult", "evaluate_text", "evaluate_windows", "load_model", "text_windows"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 
@@ -13,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from .._errors import reject, require_positive_int
-from ..hf import sparse_mlps
-from ..nn import SparseMLP
+from ..pruning.firing import BlockFiring, eval_mode, recorded_firing
 from ..train.data.tokenizer import Encoder
 
 
@@ -23,7 +21,7 @@ class TextResult:
     """What was measured on a text.
 
     cross_entropy:  nats per token, over `predicted` tokens.
-    l0, l1, silent, neurons:  per layer of a sparse model: active neurons per token, sum of |hidden| per
+    l0, l1, silent, neurons:  per block that ran on our kernels: active neurons per token, sum of |hidden| per
                     token, the share of neurons that never fired on this text, and H.
     """
 
@@ -60,11 +58,18 @@ def evaluate_text(
     max_tokens:       stops after this many tokens.
     progress:         called with the number of tokens after every batch.
     """
+    windows = text_windows(model, tokenizer, documents, sequence_length)
+    return evaluate_windows(model, windows, batch=batch, max_tokens=max_tokens, progress=progress)
+
+
+def text_windows(
+    model: torch.nn.Module, tokenizer, documents: Iterable[str], sequence_length: int | None = None
+) -> Iterator[list[int]]:
+    """The windows of token ids that `evaluate_text` makes of documents."""
     length = _window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
-    windows = _windows(_tokens(tokenizer, documents), length)
-    return evaluate_windows(model, windows, batch=batch, max_tokens=max_tokens, progress=progress)
+    return _windows(_tokens(tokenizer, documents), length)
 
 
 @torch.no_grad()
@@ -81,8 +86,8 @@ def evaluate_windows(
     if max_tokens is not None:
         require_positive_int("max_tokens", max_tokens)
         windows = _first_tokens(windows, max_tokens)
-    sums = _Sums(sparse_mlps(model), next(model.parameters()).device)
-    with _eval_mode(model):
+    sums = _Sums(next(model.parameters()).device)
+    with eval_mode(model), recorded_firing(model) as layers:
         for tokens in _batches(windows, batch):
             check_ids(tokens, model)
             _add(model, tokens.to(sums.device), sums)
@@ -90,7 +95,7 @@ def evaluate_windows(
                 progress(tokens.numel())
     if not sums.predicted:
         reject("documents", f"{sums.tokens} tokens", "at least 2 tokens of text")
-    return sums.result()
+    return sums.result([layer for layer in layers.values() if layer.tokens])
 
 
 def check_ids(ids: Tensor, model: torch.nn.Module) -> None:
@@ -108,51 +113,31 @@ def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
     return length
 
 
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Turn dropout off, then restore the mode of every module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 class _Sums:
-    def __init__(self, layers: list[SparseMLP], device: torch.device) -> None:
-        self.layers, self.device = layers, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.tokens = self.predicted = 0
         self.loss = torch.zeros((), dtype=torch.float64, device=device)
-        self.l1 = torch.zeros(len(layers), dtype=torch.float64, device=device)
-        self.firing = [torch.zeros(mlp.intermediate_size, dtype=torch.int64, device=device) for mlp in layers]
 
-    def result(self) -> TextResult:
+    def result(self, layers: list[BlockFiring]) -> TextResult:
         return TextResult(
             tokens=self.tokens,
             predicted=self.predicted,
             cross_entropy=self.loss.item() / self.predicted,
-            l0=tuple(counts.sum().item() / self.tokens for counts in self.firing),
-            l1=tuple((self.l1 / self.tokens).tolist()),
-            silent=tuple((counts == 0).double().mean().item() for counts in self.firing),
-            neurons=tuple(mlp.intermediate_size for mlp in self.layers),
+            l0=tuple(layer.firing.sum().item() / layer.tokens for layer in layers),
+            l1=tuple(layer.l1.item() / layer.tokens for layer in layers),
+            silent=tuple((layer.firing == 0).double().mean().item() for layer in layers),
+            neurons=tuple(layer.firing.numel() for layer in layers),
         )
 
 
 def _add(model: torch.nn.Module, windows: Tensor, sums: _Sums) -> None:
     """windows: int64 [B, S]."""
-    more = {"record_sparsity": True} if sums.layers else {}
-    output = model(input_ids=windows, use_cache=False, **more)
-    logits = output.logits[:, :-1].float()
+    logits = model(input_ids=windows, use_cache=False).logits[:, :-1].float()
     targets = windows[:, 1:]
     sums.loss += cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").double()
     sums.tokens += windows.numel()
     sums.predicted += targets.numel()
-    if sums.layers:
-        sums.l1 += output.l1.double() * windows.numel()
-        for counts, firing in zip(sums.firing, output.firing, strict=True):
-            counts += firing.to(counts.device)
 
 
 def _tokens(tokenizer, documents: Iterable[str]) -> Iterator[int]:

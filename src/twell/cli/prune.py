@@ -1,0 +1,134 @@
+"""`twell prune`: removes the neurons of a model that do not fire on a text, and saves what is left."""
+
+from __future__ import annotations
+
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .._errors import reject
+from .._files import needs_space
+from .evaluate import progress_bar
+
+_REPETITIONS = 7  # of the forward that is timed
+
+
+def run_prune(
+    *,
+    model: str,
+    text: list[str],
+    out: Path,
+    min_fires: int,
+    tokens: int | None,
+    sequence_length: int | None,
+    batch: int,
+    dtype: str,
+) -> None:
+    from ..train.checkpoints import find_model
+    from ..train.data import DataConfig
+    from ..train.data.sources import documents
+
+    if out.exists():
+        reject("out", str(out), "a folder that does not exist yet")
+    if not out.absolute().parent.is_dir():
+        reject("out", str(out), "a new folder in one that exists")
+    find_model(model)
+    source = DataConfig(source=tuple(text))
+    documents(source)  # a missing file is named before anything is loaded
+    from .. import prune_  # these imports take seconds, with transformers
+    from ..evaluation import TextResult, evaluate_windows, load_model, text_windows
+    from ..pruning.firing import counts_of, recorded_firing
+
+    console = Console()
+    loaded, tokenizer = load_model(model, dtype=dtype)
+    _make_sparse(loaded)
+
+    def windows() -> Iterator[list[int]]:
+        return text_windows(loaded, tokenizer, documents(source), sequence_length)
+
+    def evaluate(what: str) -> TextResult:
+        with progress_bar(console, tokens, what) as advance:
+            return evaluate_windows(loaded, windows(), batch=batch, max_tokens=tokens, progress=advance)
+
+    with recorded_firing(loaded) as recorded:
+        before = evaluate("counting")
+    first = next(windows())[:tokens]
+    speed = _tokens_per_second(loaded, first)
+    report = prune_(loaded, counts_of(recorded, "text"), min_fires=min_fires)
+    after = evaluate("checking")
+    console.print(str(report), highlight=False, soft_wrap=True)
+    table = Table(f"on {before.tokens:,} tokens", "before", "after", "change")
+    _add_row(table, "parameters", report.parameters_before, report.parameters_after)
+    _add_row(table, f"tokens/s, {len(first):,} at once", speed, _tokens_per_second(loaded, first))
+    entropies = before.cross_entropy, after.cross_entropy
+    table.add_row(
+        "cross-entropy", *(f"{nats:.4f}" for nats in entropies), f"{entropies[1] - entropies[0]:+.4f}"
+    )
+    console.print(table)
+    if dtype == "auto" and (stored := _stored_dtype(model)) is not None:
+        loaded.to(stored)
+    _save(loaded, tokenizer, out)
+    console.print(f"saved in {out}", highlight=False, soft_wrap=True)
+
+
+def _make_sparse(model: Any) -> None:
+    """Run a stock model's blocks on our kernels, which count."""
+    from .. import sparsify_
+    from ..sparsify.blocks import named_blocks
+    from ..sparsify.recognition import find_blocks
+
+    if named_blocks(model):
+        return
+    findings = find_blocks(model, None)
+    if not findings.blocks:
+        reasons = "; ".join(sorted({skipped.reason for skipped in findings.skipped}))
+        found = f"a {type(model).__name__} without blocks that have exact zeros"
+        reject(
+            "model",
+            f"{found}: {reasons}" if reasons else found,
+            "a model with ReLU, squared ReLU, fatrelu or a shifted ReLU",
+        )
+    sparsify_(model)
+
+
+def _tokens_per_second(model: Any, window: list[int]) -> float:
+    """Of forwards of one window."""
+    import torch
+
+    from ..measure import compare
+
+    ids = torch.tensor([window], device=model.device)
+    with torch.inference_mode():
+        forward = {"forward": lambda: model(input_ids=ids, use_cache=False)}
+        timing = compare(forward, device=model.device, repetitions=_REPETITIONS)["forward"]
+    return len(window) / timing.median
+
+
+def _stored_dtype(model: str) -> Any:
+    """That of the checkpoint: a CPU computes in float32."""
+    from transformers import AutoConfig
+
+    from ..train.checkpoints import find_model
+
+    return AutoConfig.from_pretrained(find_model(model)).dtype
+
+
+def _add_row(table: Table, name: str, before: float, after: float) -> None:
+    table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before - 1:+.1%}")
+
+
+def _save(model: Any, tokenizer: Any, out: Path) -> None:
+    """In one piece: the folder has its name once everything is in it."""
+    temporary = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}.part")
+    with needs_space(str(out)):
+        try:
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            temporary.rename(out)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
