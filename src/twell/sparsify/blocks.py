@@ -88,7 +88,7 @@ class BlockTwin(SparseMLP):
     def _shifted(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.new_full((weight.shape[0],), -self._shift) if bias is None else bias - self._shift
 
-    def _forward_through_modules(self, x: Tensor) -> Tensor:
+    def _forward_through_modules(self, x: Tensor, reason: str) -> Tensor:
         raise RuntimeError("a projection changed while its block was running")
 
 
