@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 from ..nn import SparseMLP
 from ..plan import Plan
+from ..projections import Projection, base_of, has_hooks, is_plain
 from .activation_probe import Recognised
-from .roles import Place, Roles, has_hooks, is_plain
+from .roles import Place, Roles
 
 _DROPOUT = "a dropout inside the block is on"
+_WRAPPED = "a projection is no longer plain (wrapped, parametrised, patched or hooked)"
 
 
 class BlockTwin(SparseMLP):
@@ -36,10 +38,9 @@ class BlockTwin(SparseMLP):
         self.intermediate_size, self.hidden_size = roles.up.size
         self.activation, self.plan, self.record = recognised.activation, plan, False
         self.neuron_major, self.eager = True, False
-        self.last_stats = self._layer = None
-        weight, _bias = roles.up.weight_and_bias()
+        self.last_stats = self._layer = self._low_rank = None
         exact = recognised.activation.threshold or recognised.shift
-        self._only_dtype = weight.dtype if exact else None
+        self._only_dtype = base_of(self.up_proj).weight.dtype if exact else None
 
     gate_proj = property(lambda self: None if self.roles.gate is None else self.roles.gate.place.module)
     up_proj = property(lambda self: self.roles.up.place.module)
@@ -58,7 +59,7 @@ class BlockTwin(SparseMLP):
             return "its input is no tensor"
         weights = self._plain_weights()
         if weights is None:
-            return "a projection is no longer plain (wrapped, parametrised, patched or hooked)"
+            return _WRAPPED
         up, down, gate, *_ = weights
         if up.dtype != down.dtype or (gate is not None and gate.dtype != up.dtype):
             return "its projections have weights of several dtypes"
@@ -70,6 +71,15 @@ class BlockTwin(SparseMLP):
         ):
             return None
         return f"its input is {x.dtype}, its weights are {up.dtype}"
+
+    def run(self, x: Any) -> Tensor | str:
+        """The block on x; or why the stock block has to compute this call."""
+        reason = self.why_stock(x)
+        if reason is None:
+            return self(x)
+        if reason is not _WRAPPED or (self._only_dtype is not None and x.dtype != self._only_dtype):
+            return reason
+        return self._forward_low_rank(x)
 
     def note_stock(self, reason: str) -> None:
         """For `twell.explain`."""
@@ -87,6 +97,10 @@ class BlockTwin(SparseMLP):
 
     def _shifted(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.new_full((weight.shape[0],), -self._shift) if bias is None else bias - self._shift
+
+    def _projections(self) -> tuple[Projection | None, Projection, Projection]:
+        gate, up, down = self.roles.gate, self.roles.up, self.roles.down
+        return None if gate is None else gate.projection, up.projection, down.projection
 
     def _forward_through_modules(self, x: Tensor, reason: str) -> Tensor:
         raise RuntimeError("a projection changed while its block was running")
@@ -121,10 +135,10 @@ class _OwnForward:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         twin, dropouts = self.__dict__["_twell_block"]
         values = (*inputs, *named.values())
-        reason = _DROPOUT if dropouts.drop() else twin.why_stock(values[0] if len(values) == 1 else None)
-        if reason is None:
-            return twin(values[0])
-        twin.note_stock(reason)
+        y = _DROPOUT if dropouts.drop() else twin.run(values[0] if len(values) == 1 else None)
+        if not isinstance(y, str):
+            return y
+        twin.note_stock(y)
         return super().forward(*inputs, **named)
 
 
@@ -305,7 +319,7 @@ def twin_of(module: nn.Module) -> BlockTwin | None:
 def _lay_out(twin: BlockTwin) -> None:
     """Store every neuron's weights together, without changing shapes; state dicts hold stock tensors."""
     for role, by_neuron in _layouts(twin):
-        module = role.place.module
+        module = base_of(role.place.module)
         weight = module.weight
         wanted = weight if by_neuron else weight.mT
         if not wanted.is_contiguous():
@@ -323,6 +337,7 @@ def _layouts(twin: BlockTwin) -> list[tuple]:
 
 def _lay_out_stock(twin: BlockTwin) -> None:
     for module in twin.roles.modules:
+        module = None if module is None else base_of(module)
         if module is None or "_twell_layout" not in module.__dict__:
             continue
         module.__dict__.pop("_twell_layout").remove()
