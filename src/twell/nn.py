@@ -13,7 +13,7 @@ from ._log import log_once
 from .activations import Activation
 from .functional import FfnStats, run_ffn, stats_of
 from .layer_state import LayerState
-from .low_rank import LowRank
+from .low_rank import Adapted, LowRank
 from .plan import Plan
 from .prepared import call_mode
 from .problem import FfnOutput
@@ -154,9 +154,11 @@ class SparseMLP(nn.Module):
     def _forward(self, x: Tensor, compile_dense: bool) -> Tensor:
         weights = self._plain_weights()
         if weights is None:
-            y = self._forward_low_rank(x)
-            return self._forward_through_modules(x, y) if isinstance(y, str) else y
-        if self._low_rank is not None:
+            adapted = self._adapt(x)
+            if isinstance(adapted, str):
+                return self._forward_through_modules(x, adapted)
+            return self._forward_low_rank(x, adapted)
+        if self._low_rank is not None and not torch.compiler.is_compiling():
             weights = self._without_rooms()
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
@@ -178,8 +180,8 @@ class SparseMLP(nn.Module):
             self.last_stats = None
         return output.y
 
-    def _forward_low_rank(self, x: Tensor) -> Tensor | str:
-        """The block with peft's LoRA on its projections; or why their own forwards must run."""
+    def _adapt(self, x: Tensor) -> Adapted | str:
+        """The block on x with peft's LoRA on its projections; or why their own forwards must run."""
         if torch.compiler.is_compiling():
             return "compiled with wrapped projections"
         projections = self._projections()
@@ -189,9 +191,9 @@ class SparseMLP(nn.Module):
             return "adapters need weights laid out by neuron, and neuron_major is False"
         if self._low_rank is None:
             self._low_rank = LowRank()
-        adapted = self._low_rank.prepare(x, *projections, self._shift)
-        if isinstance(adapted, str):
-            return adapted
+        return self._low_rank.prepare(x, *projections, self._shift)
+
+    def _forward_low_rank(self, x: Tensor, adapted: Adapted) -> Tensor:
         layer = self._own_layer()
         output = run_ffn(adapted.tensors, self.activation, self.plan, self.record, layer=layer)
         return adapted.finish(self._recorded(output, x))

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..low_rank import Adapted
 from ..nn import SparseMLP
 from ..plan import Plan
-from ..projections import Projection, base_of, has_hooks, is_plain
+from ..projections import Projection, base_of, has_hooks, is_lora, is_plain
 from .activation_probe import Recognised
 from .roles import Place, Roles
 
@@ -77,9 +78,17 @@ class BlockTwin(SparseMLP):
         reason = self.why_stock(x)
         if reason is None:
             return self(x)
-        if reason is not _WRAPPED or (self._only_dtype is not None and x.dtype != self._only_dtype):
-            return reason
-        return self._forward_low_rank(x)
+        adapted = self.adapt(x) if reason is _WRAPPED else reason
+        return adapted if isinstance(adapted, str) else self._forward_low_rank(x, adapted)
+
+    def adapt(self, x: Tensor) -> Adapted | str:
+        """The block on x with LoRA on its projections, or why the stock block has to compute this call."""
+        if self._only_dtype is not None and x.dtype != self._only_dtype:
+            return f"the threshold of its activation is known in {self._only_dtype} only"
+        return self._adapt(x)
+
+    def run_adapted(self, x: Tensor, adapted: Adapted) -> Tensor:
+        return self._forward_low_rank(x, adapted)
 
     def note_stock(self, reason: str) -> None:
         """For `twell.explain`."""
@@ -158,13 +167,21 @@ class Carrier:
         self.twin, self.first, self.last, self.activation = twin, first, last, activation
         self._dropouts, self._local = dropouts, threading.local()
 
-    def carries(self, x: Tensor) -> bool:
-        reason = self._why_stock(x)
+    def carries(self, x: Tensor, first: nn.Module) -> bool:
+        """first: who asks."""
+        if torch.compiler.is_compiling():
+            return first is self.first.module and self._why_stock(x) is None
+        self._follow_adapters()
+        if first is not self.first.module:
+            return False  # it is called by what was put around it
+        reason, adapted = self._why_stock(x), None
+        if reason is _WRAPPED:
+            adapted = self.twin.adapt(x)
+            reason = adapted if isinstance(adapted, str) else None
         if reason is not None:
             self.twin.note_stock(reason)
             return False
-        if not torch.compiler.is_compiling():
-            self._local.x = x
+        self._local.x, self._local.adapted = x, adapted
         return True
 
     def is_carried(self, x: Tensor) -> bool:
@@ -183,8 +200,18 @@ class Carrier:
         return True
 
     def run(self, x: Tensor) -> Tensor:
-        self._local.x = None
-        return self.twin(x)
+        adapted = None if torch.compiler.is_compiling() else self._local.adapted
+        self._local.x = self._local.adapted = None
+        return self.twin(x) if adapted is None else self.twin.run_adapted(x, adapted)
+
+    def _follow_adapters(self) -> None:
+        """LoRA layers that peft has put around the two since stand in for them."""
+        for place, mixin in ((self.first, _PassesOn), (self.last, _RunsBlock)):
+            module = place.module
+            if module is None or not is_lora(module) or "_twell_carrier" in module.__dict__:
+                continue
+            if base_of(module).__dict__.get("_twell_carrier") is self:
+                _swap(module, mixin, self)
 
     def _why_stock(self, x: Tensor) -> str | None:
         if self._dropouts.drop():
@@ -214,7 +241,7 @@ class _PassesOn:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         carrier, values = self.__dict__["_twell_carrier"], (*inputs, *named.values())
-        if len(values) == 1 and carrier.carries(values[0]):
+        if len(values) == 1 and carrier.carries(values[0], self):
             return values[0]
         return super().forward(*inputs, **named)
 
@@ -222,9 +249,11 @@ class _PassesOn:
 class _RunsBlock:
     """The last projection of a carried block."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
         carrier = self.__dict__["_twell_carrier"]
-        return carrier.run(x) if carrier.is_carried(x) else super().forward(x)
+        if carrier.last.module is self and carrier.is_carried(x):
+            return carrier.run(x)
+        return super().forward(x, *inputs, **named)
 
 
 class CarriedActivation(nn.Module):
@@ -270,12 +299,17 @@ def install_own_forward(owner: nn.Module, twin: BlockTwin, dropouts: Dropouts) -
 def install_carrier(carrier: Carrier) -> None:
     first, last = carrier.first.module, carrier.last.module
     for module, mixin in ((first, _PassesOn), (last, _RunsBlock)):
-        module.__dict__["_twell_carrier"] = carrier
-        module.__class__ = _swapped_class(type(module), mixin)
+        for one in {module, base_of(module)}:  # the base takes over once adapters are unloaded
+            _swap(one, mixin, carrier)
     if carrier.activation is not None:
         holder, name = carrier.activation
         holder._modules[name] = CarriedActivation(holder._modules[name], carrier)
     _lay_out(carrier.twin)
+
+
+def _swap(module: nn.Module, mixin: type, carrier: Carrier) -> None:
+    module.__dict__["_twell_carrier"] = carrier
+    module.__class__ = _swapped_class(type(module), mixin)
 
 
 def remove(module: nn.Module) -> bool:

@@ -82,8 +82,8 @@ def sparsify_(
     Blocks are recognised by what their code computes, not by names: gated or not, with ReLU, squared ReLU,
     fatrelu or a shifted ReLU. Everything else stays stock, and so do parameters, names and state-dict keys:
     `save_pretrained`, optimisers, `torch.compile` and `generate` go on as before. Where a block cannot run on
-    our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA may
-    be put on before or after; it runs on our kernels too.
+    our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA,
+    put on before or after, runs on our kernels too.
 
     plan:       how to run the blocks; None decides by itself.
     filter_fn:  called with a block's name and module; False leaves the block as it is.

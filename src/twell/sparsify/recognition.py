@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..nn import SparseMLP
-from ..projections import is_linear, is_lora, is_projection
+from ..projections import base_of, is_linear, is_lora, is_projection
 from .activation_probe import Recognised, recognise
 from .adapters import described
 from .blocks import is_swapped
@@ -67,7 +67,7 @@ def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     search = _Search(filter_fn)
     inside = _inside_adapters(model)
     for name, module in reversed(list(model.named_modules())):
-        if module not in inside:
+        if module not in inside or is_lora(module):
             search.visit(name, module)
     return search.result()
 
@@ -80,7 +80,7 @@ class _Search:
         self._refused: list[tuple[Skipped, list[nn.Module]]] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, SparseMLP) or is_swapped(module):
+        if isinstance(module, SparseMLP) or is_swapped(module) or is_swapped(base_of(module)):
             self._findings.already.append(name)
             self._taken.update(child for child in module.modules() if is_projection(child))
             return
