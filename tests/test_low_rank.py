@@ -296,6 +296,26 @@ def test_left_to_peft(lora):
     assert_same(found, step(twin, inputs(5)))
 
 
+def test_dense_steps_are_left_to_peft():
+    """They compute the gradients of adapters alone."""
+    model = adapted(options={"plan": None, "bias": True})
+    with twell.recorded_paths() as paths:
+        found = step(model, inputs(5))
+    assert not paths
+    assert_same(found, step(as_peft(model), inputs(5)))
+    assert mlp_of(model)._layer.ran["forward"].path == "dense"
+
+
+@pytest.mark.parametrize("kind", ["shifted", "phi3", "opt", "gpt2"])
+def test_dense_steps_of_sparsified_blocks(kind):
+    expected = loss_and_gradients(with_adapters(stock_model(kind), kind), kind)
+    model = stock_model(kind)
+    twell.sparsify_(model, plan=twell.Plan.parse("dense"))
+    model = with_adapters(model, kind)
+    for _ in range(2):
+        assert_same(loss_and_gradients(model, kind), expected)
+
+
 def test_trained_base_is_left_to_peft():
     model = adapted()
     mlp_of(model).down_proj.base_layer.weight.requires_grad_()

@@ -156,8 +156,12 @@ class SparseMLP(nn.Module):
         if weights is None:
             adapted = self._adapt(x)
             if isinstance(adapted, str):
-                return self._forward_through_modules(x, adapted)
-            return self._forward_low_rank(x, adapted)
+                self._say_why_dense(adapted)
+            else:
+                y = self._forward_low_rank(x, adapted)
+                if y is not None:
+                    return y
+            return self._forward_through_modules(x)
         if self._low_rank is not None and not torch.compiler.is_compiling():
             weights = self._without_rooms()
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
@@ -193,10 +197,12 @@ class SparseMLP(nn.Module):
             self._low_rank = LowRank()
         return self._low_rank.prepare(x, *projections, self._shift)
 
-    def _forward_low_rank(self, x: Tensor, adapted: Adapted) -> Tensor:
-        layer = self._own_layer()
-        output = run_ffn(adapted.tensors, self.activation, self.plan, self.record, layer=layer)
-        return adapted.finish(self._recorded(output, x))
+    def _forward_low_rank(self, x: Tensor, adapted: Adapted) -> Tensor | None:
+        """None for a training step that was decided dense: the widened block would compute gradients of all
+        weights there, where the projections' own forwards compute the adapters' alone."""
+        plan = self.activation, self.plan, self.record
+        output = run_ffn(adapted.tensors, *plan, layer=self._own_layer(), train_dense=False)
+        return None if output is None else adapted.finish(self._recorded(output, x))
 
     def _without_rooms(self) -> tuple[Tensor | None, ...]:
         """The plain weights, once adapters are gone."""
@@ -252,10 +258,12 @@ class SparseMLP(nn.Module):
                 "a reentrant checkpoint, where a penalty has no effect (use_reentrant=False keeps it)"
             )
 
-    def _forward_through_modules(self, x: Tensor, reason: str) -> Tensor:
+    def _say_why_dense(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
             log_once(f"running dense: {reason}, so its own forward is called")
             self._own_layer().note("forward", "dense", reason)
+
+    def _forward_through_modules(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
         activated = self.activation(self.gate_proj(x) if self.gated else up)
         hidden = activated * up if self.gated else activated

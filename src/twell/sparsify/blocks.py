@@ -79,7 +79,10 @@ class BlockTwin(SparseMLP):
         if reason is None:
             return self(x)
         adapted = self.adapt(x) if reason is _WRAPPED else reason
-        return adapted if isinstance(adapted, str) else self._forward_low_rank(x, adapted)
+        if isinstance(adapted, str):
+            return adapted
+        y = self._forward_low_rank(x, adapted)
+        return self._layer.ran["forward"].reason if y is None else y
 
     def adapt(self, x: Tensor) -> Adapted | str:
         """The block on x with LoRA on its projections, or why the stock block has to compute this call."""
@@ -88,7 +91,9 @@ class BlockTwin(SparseMLP):
         return self._adapt(x)
 
     def run_adapted(self, x: Tensor, adapted: Adapted) -> Tensor:
-        return self._forward_low_rank(x, adapted)
+        """Where stock code cannot run any more."""
+        y = self._forward_low_rank(x, adapted)
+        return self._forward_through_modules(x) if y is None else y
 
     def note_stock(self, reason: str) -> None:
         """For `twell.explain`."""
@@ -111,8 +116,17 @@ class BlockTwin(SparseMLP):
         gate, up, down = self.roles.gate, self.roles.up, self.roles.down
         return None if gate is None else gate.projection, up.projection, down.projection
 
-    def _forward_through_modules(self, x: Tensor, reason: str) -> Tensor:
-        raise RuntimeError("a projection changed while its block was running")
+    def _forward_through_modules(self, x: Tensor) -> Tensor:
+        gate, up, down = self._projections()
+        results = {module: module(x) for module in {up.module, up.module if gate is None else gate.module}}
+
+        def result(projection: Projection) -> Tensor:
+            values = results[projection.module]
+            return values if projection.rows is None else values[..., projection.rows]
+
+        pre = result(up if gate is None else gate)
+        hidden = self.activation(pre - self._shift if self._shift else pre)
+        return down.module(hidden if gate is None else hidden * result(up))
 
 
 class Dropouts:
@@ -172,8 +186,8 @@ class Carrier:
         if torch.compiler.is_compiling():
             return first is self.first.module and self._why_stock(x) is None
         self._follow_adapters()
-        if first is not self.first.module:
-            return False  # it is called by what was put around it
+        if first is not self.first.module or getattr(self._local, "runs", False):
+            return False  # called by what was put around it, or by the twin
         reason, adapted = self._why_stock(x), None
         if reason is _WRAPPED:
             adapted = self.twin.adapt(x)
@@ -200,9 +214,14 @@ class Carrier:
         return True
 
     def run(self, x: Tensor) -> Tensor:
-        adapted = None if torch.compiler.is_compiling() else self._local.adapted
-        self._local.x = self._local.adapted = None
-        return self.twin(x) if adapted is None else self.twin.run_adapted(x, adapted)
+        if torch.compiler.is_compiling():
+            return self.twin(x)
+        adapted, self._local.x, self._local.adapted = self._local.adapted, None, None
+        self._local.runs = True
+        try:
+            return self.twin(x) if adapted is None else self.twin.run_adapted(x, adapted)
+        finally:
+            self._local.runs = False
 
     def _follow_adapters(self) -> None:
         """LoRA layers that peft has put around the two since stand in for them."""
