@@ -471,6 +471,17 @@ def test_copies_and_casts():
     assert_same(step(twin, inputs(5).double()), step(as_peft(twin), inputs(5).double()))
 
 
+def test_weights_that_move_before_the_backward():
+    model = adapted()
+    y = model(inputs(5))
+    weights = [getattr(mlp_of(model), name).base_layer.weight for name in ALL]
+    for weight in weights:
+        weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+    assert is_sparse(model)
+    assert_same(step(model, inputs(5)), step(as_peft(model), inputs(5)))
+    del y
+
+
 def test_weights_of_two_blocks():
     """Another block's adapters must not write where a backward is to read."""
     one, two = adapted(), adapted(r=3)
