@@ -89,6 +89,8 @@ def require_imports_of(document: Path) -> None:
     text = "".join(code for _, code in fences(document, "python"))
     if "transformers" in text or "twell.hf" in text:
         pytest.importorskip("transformers")
+    if "peft" in text:
+        pytest.importorskip("peft")
     if "twell.train" in text:
         for module in ("transformers", "accelerate", "tokenizers", "datasets", "yaml"):
             pytest.importorskip(module)

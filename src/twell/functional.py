@@ -102,11 +102,13 @@ def run_ffn(
     record: bool,
     compile_dense: bool = False,
     layer: LayerState | None = None,
-) -> FfnOutput:
+    train_dense: bool = True,
+) -> FfnOutput | None:
     """`ffn` on (x, up, down, gate, up_bias, down_bias, gate_bias), with all that is known of the call.
 
     compile_dense: for a call from between compiled graphs: should it turn out dense, it is compiled as well.
     layer: what is known of it; None: found by its weights.
+    train_dense: False for a caller that has a better dense step: one that is decided dense gives None.
     """
     if not torch.compiler.is_compiling():
         if layer is None:
@@ -126,8 +128,8 @@ def run_ffn(
         dtype = torch.get_autocast_dtype(device_type)
         tensors = tuple(_autocast(tensor, dtype) for tensor in tensors)
         with torch.autocast(device_type, enabled=False):
-            return _run(tensors, act, plan, record, compile_dense, layer, lasting=False)
-    return _run(tensors, act, plan, record, compile_dense, layer, lasting=not compile_dense)
+            return _run(tensors, act, plan, record, compile_dense, layer, False, train_dense)
+    return _run(tensors, act, plan, record, compile_dense, layer, not compile_dense, train_dense)
 
 
 def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
@@ -169,7 +171,8 @@ def _run(
     compile_dense: bool,
     layer: LayerState | None,
     lasting: bool,
-) -> FfnOutput:
+    train_dense: bool,
+) -> FfnOutput | None:
     """Check, decide, run. lasting: whether later calls may repeat this one: its operands are no casts."""
     x, up, down, gate, *_ = tensors
     _validate(*tensors)
@@ -204,6 +207,8 @@ def _run(
         hooked=training and must_save_the_same(),
     )
     if decision.backend == "dense":
+        if training and not train_dense:
+            return None
         if compile_dense and x.is_cuda:
             output = _compiled_dense()(args, record)
         else:

@@ -13,8 +13,11 @@ from ._log import log_once
 from .activations import Activation
 from .functional import FfnStats, run_ffn, stats_of
 from .layer_state import LayerState
+from .low_rank import Adapted, LowRank
 from .plan import Plan
 from .prepared import call_mode
+from .problem import FfnOutput
+from .projections import Projection, is_lora
 
 
 class SparseMLP(nn.Module):
@@ -43,6 +46,7 @@ class SparseMLP(nn.Module):
     weights through the parameters or `load_state_dict`, not in place through a state dict.
     """
 
+    _shift = 0.0  # subtracted before the activation
     _forward_outside: ClassVar[Callable[[SparseMLP, Tensor], Tensor] | None] = None
 
     def __init__(
@@ -84,6 +88,7 @@ class SparseMLP(nn.Module):
         self.eager = eager
         self.last_stats: FfnStats | None = None
         self._layer: LayerState | None = None
+        self._low_rank: LowRank | None = None
         self.gate_proj = projection(hidden_size, intermediate_size, gate_bias) if gated else None
         self.up_proj = projection(hidden_size, intermediate_size, up_bias)
         self.down_proj = projection(intermediate_size, hidden_size, down_bias)
@@ -149,7 +154,16 @@ class SparseMLP(nn.Module):
     def _forward(self, x: Tensor, compile_dense: bool) -> Tensor:
         weights = self._plain_weights()
         if weights is None:
+            adapted = self._adapt(x)
+            if isinstance(adapted, str):
+                self._say_why_dense(adapted)
+            else:
+                y = self._forward_low_rank(x, adapted)
+                if y is not None:
+                    return y
             return self._forward_through_modules(x)
+        if self._low_rank is not None and not torch.compiler.is_compiling():
+            weights = self._without_rooms()
         if isinstance(x, Tensor) and x.dim() and x.shape[-1] != self.hidden_size:
             reject("x", f"shape {tuple(x.shape)}", f"[..., {self.hidden_size}], the block's hidden size")
         if isinstance(x, Tensor) and x.dtype != weights[0].dtype and not _is_autocast(x.device.type):
@@ -157,14 +171,49 @@ class SparseMLP(nn.Module):
         # Not while tracing: a compiler would guard on it.
         layer = None if torch.compiler.is_compiling() else self._own_layer()
         output = run_ffn((x, *weights), self.activation, self.plan, self.record, compile_dense, layer)
+        if self.record and self.training and not torch.is_grad_enabled() and weights[0].requires_grad:
+            self._say_that_l1_is_a_constant()
+        return self._recorded(output, x)
+
+    def _recorded(self, output: FfnOutput, x: Tensor) -> Tensor:
+        """y of a call on x, whose statistics are kept if they were recorded."""
         if self.record:
-            if self.training and not torch.is_grad_enabled() and weights[0].requires_grad:
-                self._say_that_l1_is_a_constant()
             y, self.last_stats = stats_of(output, x)
             return y
         if self.last_stats is not None:
             self.last_stats = None
         return output.y
+
+    def _adapt(self, x: Tensor) -> Adapted | str:
+        """The block on x with peft's LoRA on its projections; or why their own forwards must run."""
+        if torch.compiler.is_compiling():
+            return "compiled with wrapped projections"
+        projections = self._projections()
+        if not any(projection is not None and is_lora(projection.module) for projection in projections):
+            return "a projection is not a plain nn.Linear (wrapped, parametrised, patched or hooked)"
+        if not self.neuron_major:
+            return "adapters need weights laid out by neuron, and neuron_major is False"
+        if self._low_rank is None:
+            self._low_rank = LowRank()
+        return self._low_rank.prepare(x, *projections, self._shift)
+
+    def _forward_low_rank(self, x: Tensor, adapted: Adapted) -> Tensor | None:
+        """None for a training step that was decided dense: the widened block would compute gradients of all
+        weights there, where the projections' own forwards compute the adapters' alone."""
+        plan = self.activation, self.plan, self.record
+        output = run_ffn(adapted.tensors, *plan, layer=self._own_layer(), train_dense=False)
+        return None if output is None else adapted.finish(self._recorded(output, x))
+
+    def _without_rooms(self) -> tuple[Tensor | None, ...]:
+        """The plain weights, once adapters are gone."""
+        self._low_rank.release(*self._projections())
+        self._low_rank = None
+        return self._plain_weights()
+
+    def _projections(self) -> tuple[Projection | None, Projection, Projection]:
+        """gate, up and down."""
+        gate = None if self.gate_proj is None else Projection(self.gate_proj)
+        return gate, Projection(self.up_proj), Projection(self.down_proj)
 
     def _plain_weights(self) -> tuple[Tensor | None, ...] | None:
         """up, down, gate, up_bias, down_bias, gate_bias; None once a projection was wrapped, parametrised,
@@ -209,11 +258,12 @@ class SparseMLP(nn.Module):
                 "a reentrant checkpoint, where a penalty has no effect (use_reentrant=False keeps it)"
             )
 
-    def _forward_through_modules(self, x: Tensor) -> Tensor:
+    def _say_why_dense(self, reason: str) -> None:
         if not torch.compiler.is_compiling():
-            reason = "a projection is not a plain nn.Linear (wrapped, parametrised, patched or hooked)"
             log_once(f"running dense: {reason}, so its own forward is called")
             self._own_layer().note("forward", "dense", reason)
+
+    def _forward_through_modules(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
         activated = self.activation(self.gate_proj(x) if self.gated else up)
         hidden = activated * up if self.gated else activated
@@ -232,11 +282,12 @@ class SparseMLP(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The statistics may hang on an autograd graph, which neither copies nor pickles; a copy is a layer of
         # its own.
-        return {**super().__getstate__(), "last_stats": None, "_layer": None}
+        return {**super().__getstate__(), "last_stats": None, "_layer": None, "_low_rank": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.__dict__.setdefault("_layer", None)  # pickled by an earlier version
+        self.__dict__.setdefault("_low_rank", None)
         self.eager = state.get("_eager", False)  # in a new process, too
 
 
@@ -262,8 +313,9 @@ def _restore_layout(module: SparseMLP, incompatible_keys: Any) -> None:
 def _export_layout(
     module: SparseMLP, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    # The weight sits deeper once down_proj is wrapped, so look at all that is below it.
-    for key in [key for key in state if key.startswith(f"{prefix}down_proj.")]:
+    # Weights sit deeper once projections are wrapped, so look at all that is below; `gate_proj` and `up_proj`
+    # are not contiguous while adapters have room next to them.
+    for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]
         # With keep_vars=True the caller wants the parameter object itself.
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):

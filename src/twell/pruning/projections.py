@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .._errors import reject
 from ..nn import SparseMLP
+from ..projections import is_bare_projection
 from ..sparsify.blocks import BlockTwin
 from ..sparsify.proof import NotABlockError, prove_block
-from ..sparsify.roles import Place, Role, Roles, is_projection, why_unsuitable
+from ..sparsify.roles import Place, Role, Roles, why_unsuitable
 
 # Attributes in which stock modules keep their number of neurons. Their code may split by it.
 _SIZE_NAMES = (
@@ -148,7 +149,7 @@ def refuse_block(name: str, reason: str) -> NoReturn:
 
 
 def _why_uncuttable(module: nn.Module | None) -> str | None:
-    if module is None or not is_projection(module):
+    if module is None or not is_bare_projection(module):
         return f"a projection is a {type(module).__name__}: wrapped, adapted or quantised"
     if reason := why_unsuitable(module):
         return reason

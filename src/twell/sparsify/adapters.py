@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from .._errors import reject
 from ..activations import Activation
+from ..projections import base_of, is_linear, is_projection
 from .activation_probe import Recognised
-from .proof import NotABlockError, Proven, is_linear, sizes
-from .roles import Place, Role, Roles, is_projection, why_unsuitable
+from .proof import NotABlockError, Proven, sizes
+from .roles import Place, Role, Roles, why_unsuitable
 
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -92,18 +92,17 @@ def _role(module: nn.Module, argument: str, name: str) -> Role:
 
 def _check(module: nn.Module, roles: Roles, activation: Activation) -> bool:
     """Compare with the module's own forward; returns whether training mode computes the same."""
-    weights = roles.weights()
-    up, down, gate, up_bias, down_bias, gate_bias = weights
+    up, down = roles.up.place.module, roles.down.place.module
+    gate = None if roles.gate is None else roles.gate.place.module
+    weight = base_of(up).weight
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 3, sizes(roles.up.place.module)[1], generator=generator).to(up)
-    hidden = linear(x, up, up_bias)
-    hidden = activation(hidden) if gate is None else activation(linear(x, gate, gate_bias)) * hidden
-    wanted = linear(hidden, down, down_bias)
+    x = torch.randn(2, 3, sizes(up)[1], generator=generator).to(weight)
     modes = [(child, child.training) for child in module.modules()]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[up.device] if up.is_cuda else []):
+        with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
             for child, _mode in modes:
                 child.training = False
+            wanted = down(activation(up(x)) if gate is None else activation(gate(x)) * up(x))
             found = type(module).forward(module, x)
             for child, _mode in modes:
                 child.training = True

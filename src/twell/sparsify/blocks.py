@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..low_rank import Adapted
 from ..nn import SparseMLP
 from ..plan import Plan
+from ..projections import Projection, base_of, has_hooks, is_lora, is_plain
 from .activation_probe import Recognised
-from .roles import Place, Roles, has_hooks, is_plain
+from .roles import Place, Roles
 
 _DROPOUT = "a dropout inside the block is on"
+_WRAPPED = "a projection is no longer plain (wrapped, parametrised, patched or hooked)"
 
 
 class BlockTwin(SparseMLP):
@@ -36,10 +39,9 @@ class BlockTwin(SparseMLP):
         self.intermediate_size, self.hidden_size = roles.up.size
         self.activation, self.plan, self.record = recognised.activation, plan, False
         self.neuron_major, self.eager = True, False
-        self.last_stats = self._layer = None
-        weight, _bias = roles.up.weight_and_bias()
+        self.last_stats = self._layer = self._low_rank = None
         exact = recognised.activation.threshold or recognised.shift
-        self._only_dtype = weight.dtype if exact else None
+        self._only_dtype = base_of(self.up_proj).weight.dtype if exact else None
 
     gate_proj = property(lambda self: None if self.roles.gate is None else self.roles.gate.place.module)
     up_proj = property(lambda self: self.roles.up.place.module)
@@ -58,7 +60,7 @@ class BlockTwin(SparseMLP):
             return "its input is no tensor"
         weights = self._plain_weights()
         if weights is None:
-            return "a projection is no longer plain (wrapped, parametrised, patched or hooked)"
+            return _WRAPPED
         up, down, gate, *_ = weights
         if up.dtype != down.dtype or (gate is not None and gate.dtype != up.dtype):
             return "its projections have weights of several dtypes"
@@ -70,6 +72,28 @@ class BlockTwin(SparseMLP):
         ):
             return None
         return f"its input is {x.dtype}, its weights are {up.dtype}"
+
+    def run(self, x: Any) -> Tensor | str:
+        """The block on x; or why the stock block has to compute this call."""
+        reason = self.why_stock(x)
+        if reason is None:
+            return self(x)
+        adapted = self.adapt(x) if reason is _WRAPPED else reason
+        if isinstance(adapted, str):
+            return adapted
+        y = self._forward_low_rank(x, adapted)
+        return self._layer.ran["forward"].reason if y is None else y
+
+    def adapt(self, x: Tensor) -> Adapted | str:
+        """The block on x with LoRA on its projections, or why the stock block has to compute this call."""
+        if self._only_dtype is not None and x.dtype != self._only_dtype:
+            return f"the threshold of its activation is known in {self._only_dtype} only"
+        return self._adapt(x)
+
+    def run_adapted(self, x: Tensor, adapted: Adapted) -> Tensor:
+        """Where stock code cannot run any more."""
+        y = self._forward_low_rank(x, adapted)
+        return self._forward_through_modules(x) if y is None else y
 
     def note_stock(self, reason: str) -> None:
         """For `twell.explain`."""
@@ -88,8 +112,21 @@ class BlockTwin(SparseMLP):
     def _shifted(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         return weight.new_full((weight.shape[0],), -self._shift) if bias is None else bias - self._shift
 
+    def _projections(self) -> tuple[Projection | None, Projection, Projection]:
+        gate, up, down = self.roles.gate, self.roles.up, self.roles.down
+        return None if gate is None else gate.projection, up.projection, down.projection
+
     def _forward_through_modules(self, x: Tensor) -> Tensor:
-        raise RuntimeError("a projection changed while its block was running")
+        gate, up, down = self._projections()
+        results = {module: module(x) for module in {up.module, up.module if gate is None else gate.module}}
+
+        def result(projection: Projection) -> Tensor:
+            values = results[projection.module]
+            return values if projection.rows is None else values[..., projection.rows]
+
+        pre = result(up if gate is None else gate)
+        hidden = self.activation(pre - self._shift if self._shift else pre)
+        return down.module(hidden if gate is None else hidden * result(up))
 
 
 class Dropouts:
@@ -121,10 +158,10 @@ class _OwnForward:
     def forward(self, *inputs: Any, **named: Any) -> Any:
         twin, dropouts = self.__dict__["_twell_block"]
         values = (*inputs, *named.values())
-        reason = _DROPOUT if dropouts.drop() else twin.why_stock(values[0] if len(values) == 1 else None)
-        if reason is None:
-            return twin(values[0])
-        twin.note_stock(reason)
+        y = _DROPOUT if dropouts.drop() else twin.run(values[0] if len(values) == 1 else None)
+        if not isinstance(y, str):
+            return y
+        twin.note_stock(y)
         return super().forward(*inputs, **named)
 
 
@@ -144,13 +181,21 @@ class Carrier:
         self.twin, self.first, self.last, self.activation = twin, first, last, activation
         self._dropouts, self._local = dropouts, threading.local()
 
-    def carries(self, x: Tensor) -> bool:
-        reason = self._why_stock(x)
+    def carries(self, x: Tensor, first: nn.Module) -> bool:
+        """first: who asks."""
+        if torch.compiler.is_compiling():
+            return first is self.first.module and self._why_stock(x) is None
+        self._follow_adapters()
+        if first is not self.first.module or getattr(self._local, "runs", False):
+            return False  # called by what was put around it, or by the twin
+        reason, adapted = self._why_stock(x), None
+        if reason is _WRAPPED:
+            adapted = self.twin.adapt(x)
+            reason = adapted if isinstance(adapted, str) else None
         if reason is not None:
             self.twin.note_stock(reason)
             return False
-        if not torch.compiler.is_compiling():
-            self._local.x = x
+        self._local.x, self._local.adapted = x, adapted
         return True
 
     def is_carried(self, x: Tensor) -> bool:
@@ -169,8 +214,23 @@ class Carrier:
         return True
 
     def run(self, x: Tensor) -> Tensor:
-        self._local.x = None
-        return self.twin(x)
+        if torch.compiler.is_compiling():
+            return self.twin(x)
+        adapted, self._local.x, self._local.adapted = self._local.adapted, None, None
+        self._local.runs = True
+        try:
+            return self.twin(x) if adapted is None else self.twin.run_adapted(x, adapted)
+        finally:
+            self._local.runs = False
+
+    def _follow_adapters(self) -> None:
+        """LoRA layers that peft has put around the two since stand in for them."""
+        for place, mixin in ((self.first, _PassesOn), (self.last, _RunsBlock)):
+            module = place.module
+            if module is None or not is_lora(module) or "_twell_carrier" in module.__dict__:
+                continue
+            if base_of(module).__dict__.get("_twell_carrier") is self:
+                _swap(module, mixin, self)
 
     def _why_stock(self, x: Tensor) -> str | None:
         if self._dropouts.drop():
@@ -200,7 +260,7 @@ class _PassesOn:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         carrier, values = self.__dict__["_twell_carrier"], (*inputs, *named.values())
-        if len(values) == 1 and carrier.carries(values[0]):
+        if len(values) == 1 and carrier.carries(values[0], self):
             return values[0]
         return super().forward(*inputs, **named)
 
@@ -208,9 +268,11 @@ class _PassesOn:
 class _RunsBlock:
     """The last projection of a carried block."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *inputs: Any, **named: Any) -> Tensor:
         carrier = self.__dict__["_twell_carrier"]
-        return carrier.run(x) if carrier.is_carried(x) else super().forward(x)
+        if carrier.last.module is self and carrier.is_carried(x):
+            return carrier.run(x)
+        return super().forward(x, *inputs, **named)
 
 
 class CarriedActivation(nn.Module):
@@ -256,12 +318,17 @@ def install_own_forward(owner: nn.Module, twin: BlockTwin, dropouts: Dropouts) -
 def install_carrier(carrier: Carrier) -> None:
     first, last = carrier.first.module, carrier.last.module
     for module, mixin in ((first, _PassesOn), (last, _RunsBlock)):
-        module.__dict__["_twell_carrier"] = carrier
-        module.__class__ = _swapped_class(type(module), mixin)
+        for one in {module, base_of(module)}:  # the base takes over once adapters are unloaded
+            _swap(one, mixin, carrier)
     if carrier.activation is not None:
         holder, name = carrier.activation
         holder._modules[name] = CarriedActivation(holder._modules[name], carrier)
     _lay_out(carrier.twin)
+
+
+def _swap(module: nn.Module, mixin: type, carrier: Carrier) -> None:
+    module.__dict__["_twell_carrier"] = carrier
+    module.__class__ = _swapped_class(type(module), mixin)
 
 
 def remove(module: nn.Module) -> bool:
@@ -305,7 +372,7 @@ def twin_of(module: nn.Module) -> BlockTwin | None:
 def _lay_out(twin: BlockTwin) -> None:
     """Store every neuron's weights together, without changing shapes; state dicts hold stock tensors."""
     for role, by_neuron in _layouts(twin):
-        module = role.place.module
+        module = base_of(role.place.module)
         weight = module.weight
         wanted = weight if by_neuron else weight.mT
         if not wanted.is_contiguous():
@@ -323,6 +390,7 @@ def _layouts(twin: BlockTwin) -> list[tuple]:
 
 def _lay_out_stock(twin: BlockTwin) -> None:
     for module in twin.roles.modules:
+        module = None if module is None else base_of(module)
         if module is None or "_twell_layout" not in module.__dict__:
             continue
         module.__dict__.pop("_twell_layout").remove()

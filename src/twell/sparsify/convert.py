@@ -82,7 +82,8 @@ def sparsify_(
     Blocks are recognised by what their code computes, not by names: gated or not, with ReLU, squared ReLU,
     fatrelu or a shifted ReLU. Everything else stays stock, and so do parameters, names and state-dict keys:
     `save_pretrained`, optimisers, `torch.compile` and `generate` go on as before. Where a block cannot run on
-    our kernels, because of hooks, adapters, a dropout in training or mixed dtypes, its stock forward runs.
+    our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA,
+    put on before or after, runs on our kernels too.
 
     plan:       how to run the blocks; None decides by itself.
     filter_fn:  called with a block's name and module; False leaves the block as it is.
@@ -127,7 +128,12 @@ def densify_(model: nn.Module) -> int:
 def _install(found: Found, plan: Plan | None) -> None:
     twin = BlockTwin(found.proven.roles, found.proven.recognised, plan)
     if found.split is None:
-        dropouts = [module for module in found.owner.modules() if isinstance(module, nn.Dropout)]
+        adapters = {part for module in found.proven.roles.modules for part in module.modules()}
+        dropouts = [
+            module
+            for module in found.owner.modules()
+            if isinstance(module, nn.Dropout) and module not in adapters
+        ]
         numbers = [name for name, value in vars(found.owner).items() if _is_probability(name, value)]
         always = found.proven.random_in_training and not dropouts and not numbers
         install_own_forward(found.owner, twin, Dropouts(found.owner, dropouts, numbers, always))

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..projections import base_of, is_linear
 from .activation_probe import Recognised, recognise
-from .roles import Place, Role, Roles, is_conv1d
+from .roles import Place, Role, Roles
 
 _LEADING = ((2, 3), (6,))  # leading sizes of the x that are tried
 
@@ -38,16 +39,8 @@ Stand = Callable[[Tensor], Tensor]
 
 def sizes(module: nn.Module) -> tuple[int, int]:
     """(outputs, inputs) of a projection."""
-    outputs, inputs = module.weight.shape
-    return (
-        (inputs, outputs)
-        if is_conv1d(getattr(type(module), "_twell_stock", type(module)))
-        else (outputs, inputs)
-    )
-
-
-def is_linear(module: nn.Module) -> bool:
-    return not is_conv1d(getattr(type(module), "_twell_stock", type(module)))
+    outputs, inputs = base_of(module).weight.shape
+    return (outputs, inputs) if is_linear(module) else (inputs, outputs)
 
 
 def prove_block(owner: nn.Module, places: list[Place]) -> Proven:

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ..nn import SparseMLP
+from ..projections import base_of, is_linear, is_lora, is_projection
 from .activation_probe import Recognised, recognise
 from .adapters import described
 from .blocks import is_swapped
-from .proof import NotABlockError, Proven, is_linear, prove_block, prove_last, prove_selector, sizes
-from .roles import Place, Role, Roles, is_projection, why_unsuitable
+from .proof import NotABlockError, Proven, prove_block, prove_last, prove_selector, sizes
+from .roles import Place, Role, Roles, why_unsuitable
 from .stock_code import Step, chains_of
 
 _MOST_PROJECTIONS = 3
@@ -64,8 +65,10 @@ class Findings:
 def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     """Every block of `model` that our kernels can run, innermost modules first; changes nothing."""
     search = _Search(filter_fn)
+    inside = _inside_adapters(model)
     for name, module in reversed(list(model.named_modules())):
-        search.visit(name, module)
+        if module not in inside or is_lora(module):
+            search.visit(name, module)
     return search.result()
 
 
@@ -77,7 +80,7 @@ class _Search:
         self._refused: list[tuple[Skipped, list[nn.Module]]] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
-        if isinstance(module, SparseMLP) or is_swapped(module):
+        if isinstance(module, SparseMLP) or is_swapped(module) or is_swapped(base_of(module)):
             self._findings.already.append(name)
             self._taken.update(child for child in module.modules() if is_projection(child))
             return
@@ -159,11 +162,17 @@ class _Search:
 def _projections_of(module: nn.Module) -> list[Place]:
     """The projections inside a module, each once; none if there are too many for a block and its layer."""
     places: dict[nn.Module, Place] = {}
+    inside = _inside_adapters(module)
     for holder in module.modules():
-        for name, child in holder._modules.items():
+        for name, child in holder._modules.items() if holder not in inside else ():
             if child is not None and is_projection(child):
                 places.setdefault(child, Place(holder, name))
     return list(places.values())
+
+
+def _inside_adapters(module: nn.Module) -> set[nn.Module]:
+    """LoRA layers and what is in them."""
+    return {part for layer in module.modules() if is_lora(layer) for part in layer.modules()}
 
 
 def _has_the_sizes(places: list[Place]) -> bool:

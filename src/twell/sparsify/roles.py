@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..projections import Projection, base_of, has_hooks, is_changed, is_plain
+
 
 class Place(NamedTuple):
     """Where a module is kept: in `holder`, under `name`. What is there may be replaced, by an adapter say."""
@@ -54,10 +56,15 @@ class Role(NamedTuple):
         return weight, bias
 
     @property
+    def projection(self) -> Projection:
+        return Projection(self.place.module, self.rows, self.linear)
+
+    @property
     def size(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
-        weight, _bias = self.weight_and_bias()
-        return tuple(weight.shape)
+        """(outputs, inputs), adapters or not."""
+        weight = base_of(self.place.module).weight
+        weight = weight if self.linear else weight.mT
+        return tuple((weight if self.rows is None else weight[self.rows]).shape)
 
 
 @dataclass(frozen=True)
@@ -82,44 +89,16 @@ class Roles:
         return list(dict.fromkeys(role.place.module for role in roles))
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether it is a projection that nobody has hooked, patched or parametrised."""
-    state = module.__dict__
-    return is_projection(module) and not (
-        state["_forward_hooks"]
-        or state["_forward_pre_hooks"]
-        or state["_backward_hooks"]
-        or state["_backward_pre_hooks"]
-        or "forward" in state
-    )
-
-
-def is_projection(module: nn.Module) -> bool:
-    """A plain `nn.Linear` or GPT-2's `Conv1D`; what sparsify_ made of one counts, other subclasses do not."""
-    kind = getattr(type(module), "_twell_stock", type(module))
-    return kind is nn.Linear or is_conv1d(kind)
-
-
-def is_conv1d(kind: type) -> bool:
-    """transformers' class, which is known by its name so that nothing imports transformers."""
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-
-
-def has_hooks(module: nn.Module) -> bool:
-    state = module.__dict__
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(state[name] for name in names)
-
-
 def why_unsuitable(module: nn.Module) -> str | None:
     """Why a projection cannot be run by our kernels; None if it can."""
-    if has_hooks(module):
+    base = base_of(module)
+    if has_hooks(module) or has_hooks(base):
         return "a projection has hooks"
-    if "forward" in module.__dict__:
+    if is_changed(module) or is_changed(base):
         return "a projection's forward was replaced"
-    if hasattr(module, "parametrizations"):
+    if hasattr(base, "parametrizations"):
         return "a projection is parametrised"
-    weight = module.weight
+    weight = base.weight
     if type(weight) not in (Tensor, nn.Parameter):
         return f"a projection's weight is a {type(weight).__name__}: sharded or quantised"
     if weight.is_meta:
