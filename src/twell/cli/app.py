@@ -158,6 +158,24 @@ def evaluate(
 
 
 @app.command()
+def explain(
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+    text: Annotated[
+        list[str], Option(help="What to run: a file, a folder, 'python' or hf:NAME; may be repeated.")
+    ],
+    tokens: Annotated[int, Option(min=2, help="Tokens of the batch.")] = 4096,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens in a window. Default: the model's positions, at most 1024.")
+    ] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Show what every block of a model does on a text, why, and what it gains over dense PyTorch."""
+    from .explain import run_explain
+
+    run_explain(model=model, text=text, tokens=tokens, sequence_length=sequence_length, dtype=dtype)
+
+
+@app.command()
 def prune(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
     text: Annotated[

@@ -41,12 +41,12 @@ def run_prune(
     source = DataConfig(source=tuple(text))
     documents(source)  # a missing file is named before anything is loaded
     from .. import prune_  # these imports take seconds, with transformers
-    from ..evaluation import TextResult, evaluate_windows, load_model, text_windows
+    from ..evaluation import TextResult, evaluate_windows, load_model, require_sparse_blocks, text_windows
     from ..pruning.firing import counts_of, recorded_firing
 
     console = Console()
     loaded, tokenizer = load_model(model, dtype=dtype)
-    _make_sparse(loaded)
+    require_sparse_blocks(loaded)
 
     def windows() -> Iterator[list[int]]:
         return text_windows(loaded, tokenizer, documents(source), sequence_length)
@@ -74,26 +74,6 @@ def run_prune(
         loaded.to(stored)
     _save(loaded, tokenizer, out)
     console.print(f"saved in {out}", highlight=False, soft_wrap=True)
-
-
-def _make_sparse(model: Any) -> None:
-    """Run a stock model's blocks on our kernels, which count."""
-    from .. import sparsify_
-    from ..sparsify.blocks import named_blocks
-    from ..sparsify.recognition import find_blocks
-
-    if named_blocks(model):
-        return
-    findings = find_blocks(model, None)
-    if not findings.blocks:
-        reasons = "; ".join(sorted({skipped.reason for skipped in findings.skipped}))
-        found = f"a {type(model).__name__} without blocks that have exact zeros"
-        reject(
-            "model",
-            f"{found}: {reasons}" if reasons else found,
-            "a model with ReLU, squared ReLU, fatrelu or a shifted ReLU",
-        )
-    sparsify_(model)
 
 
 def _tokens_per_second(model: Any, window: list[int]) -> float:

@@ -1,0 +1,53 @@
+"""`twell explain`: shows on a text what each block of a model does and gains, before anyone commits to it."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from rich.console import Console
+
+from .._errors import reject
+
+
+def run_explain(*, model: str, text: list[str], tokens: int, sequence_length: int | None, dtype: str) -> None:
+    from ..train.checkpoints import find_model
+    from ..train.data import DataConfig
+    from ..train.data.sources import documents
+
+    find_model(model)
+    source = DataConfig(source=tuple(text))
+    documents(source)  # a missing file is named before anything is loaded
+    import torch  # these imports take seconds, with transformers
+
+    from .. import explain
+    from ..evaluation import load_model, require_sparse_blocks, text_windows
+
+    console = Console()
+    loaded, tokenizer = load_model(model, dtype=dtype)
+    require_sparse_blocks(loaded)
+    windows = text_windows(loaded, tokenizer, documents(source), sequence_length)
+    first = next(windows, None)
+    if first is None:
+        reject("text", "no two tokens", "at least 2 tokens of text")
+    more = islice(windows, max(tokens // len(first) - 1, 0))
+    whole = [first, *(window for window in more if len(window) == len(first))]
+    ids = torch.tensor(whole, device=loaded.device)[:, :tokens]
+    with console.status(f"running {ids.numel():,} tokens, and timing every block on them"):
+        explained = explain(loaded, {"input_ids": ids, "use_cache": False})
+    console.print(str(explained), highlight=False, soft_wrap=True)
+    gains = [layer.gain for layer in explained if layer.gain is not None]
+    if gains:
+        share = sum(1 / gain for gain in gains) / len(gains)
+        console.print(
+            f"\n{ids.numel():,} tokens on {_place(loaded)}: on average a block takes {share:.0%} of dense PyTorch's "
+            "time. 'at most' counts products only; 'union': active for one of 128 neighbouring tokens.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _place(model: object) -> str:
+    import torch
+
+    device = model.device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
