@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -12,9 +13,10 @@ from ..nn import SparseMLP
 from .activation_probe import Recognised, recognise
 from .adapters import described
 from .blocks import is_swapped
+from .linear_twins import admit_linear_twins
 from .proof import NotABlockError, Proven, is_linear, prove_block, prove_last, prove_selector, sizes
 from .roles import Place, Role, Roles, is_projection, why_unsuitable
-from .stock_code import Step, chains_of
+from .stock_code import Chain, Step, chains_of
 
 _MOST_PROJECTIONS = 3
 
@@ -63,6 +65,7 @@ class Findings:
 
 def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     """Every block of `model` that our kernels can run, innermost modules first; changes nothing."""
+    admit_linear_twins(model)
     search = _Search(filter_fn)
     for name, module in reversed(list(model.named_modules())):
         search.visit(name, module)
@@ -86,10 +89,10 @@ class _Search:
         if self._is_described(name, module):
             return
         places = _projections_of(module)
-        if places and len(places) <= _MOST_PROJECTIONS:
-            self._try(name, module, places)
-        elif _has_experts(module):
+        if _has_experts(module):
             self._refuse(name, module, "experts stored as 3-D parameters", [])
+        elif places and len(places) <= _MOST_PROJECTIONS:
+            self._try(name, module, places)
         if places and not self._is_taken(places):
             self._try_split(name, module)
 
@@ -125,19 +128,18 @@ class _Search:
 
     def _try_split(self, name: str, module: nn.Module) -> None:
         chains, mentions = chains_of(type(module))
-        for chain in chains:
-            for first in range(len(chain.steps)):
-                for last in range(first + 1, len(chain.steps)):
-                    steps = chain.steps[first : last + 1]
-                    if any(step.kind == "module" and mentions[step.name] != 1 for step in steps):
-                        continue
-                    try:
-                        found = _split_block(name, module, steps)
-                    except NotABlockError as reason:
-                        self._refuse(name, module, str(reason), [])
-                        continue
-                    if found is not None and not self._taken.intersection(found.proven.roles.modules):
-                        self._take(found)
+        for steps, count in Counter(segment for chain in chains for segment in _segments(chain)).items():
+            # Nothing else in the class may call what these steps call; dropouts stay what they are.
+            called = [step.name for step in steps if step.kind == "module" and not _is_dropout(module, step)]
+            if any(mentions[attribute] != count for attribute in called):
+                continue
+            try:
+                found = _split_block(name, module, steps)
+            except NotABlockError as reason:
+                self._refuse(name, module, str(reason), [])
+                continue
+            if found is not None and not self._taken.intersection(found.proven.roles.modules):
+                self._take(found)
 
     def _take(self, found: Found) -> None:
         modules = found.proven.roles.modules
@@ -198,7 +200,33 @@ def _check_nothing_else(module: nn.Module, places: list[Place]) -> None:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    return sum(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None) > 1
+    """Whether two weights [experts, outputs, inputs] of it, or of two children, make a block."""
+    children = [weights for child in module.children() if len(weights := _stacked_weights(child)) == 1]
+    shapes = [weight.shape for weights in (_stacked_weights(module), *children) for weight in weights]
+    return any(
+        one[0] == other[0]
+        and 1 < one[1] != one[2] > 1
+        and not {one[1], one[2]}.isdisjoint({other[1], other[2], 2 * other[1], 2 * other[2]})
+        for place, one in enumerate(shapes)
+        for other in shapes[place + 1 :]
+    )
+
+
+def _stacked_weights(module: nn.Module) -> list[nn.Parameter]:
+    if isinstance(module, nn.Conv1d):
+        return []
+    return [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+
+
+def _segments(chain: Chain) -> Iterator[tuple[Step, ...]]:
+    """Every run of two steps or more."""
+    for first in range(len(chain.steps)):
+        for last in range(first + 1, len(chain.steps)):
+            yield chain.steps[first : last + 1]
+
+
+def _is_dropout(owner: nn.Module, step: Step) -> bool:
+    return isinstance(owner._modules.get(step.name), nn.Dropout)
 
 
 def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found | None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .linear_twins import LINEAR_TWINS
+
 
 class Place(NamedTuple):
     """Where a module is kept: in `holder`, under `name`. What is there may be replaced, by an adapter say."""
@@ -95,9 +97,9 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """A plain `nn.Linear` or GPT-2's `Conv1D`; what sparsify_ made of one counts, other subclasses do not."""
+    """A plain `nn.Linear`, a twin of it or GPT-2's `Conv1D`; what sparsify_ made of one counts, too."""
     kind = getattr(type(module), "_twell_stock", type(module))
-    return kind is nn.Linear or is_conv1d(kind)
+    return kind is nn.Linear or is_conv1d(kind) or kind in LINEAR_TWINS
 
 
 def is_conv1d(kind: type) -> bool:

@@ -1,8 +1,8 @@
 """Finds blocks in the source of a layer: projections that its code calls one after the other.
 
 A layer with attention and norms cannot be run on random input without knowing its arguments, so its code is
-read instead. What counts is a value that goes from a projection through an activation, and perhaps dropouts, to
-another projection, and nowhere else.
+read instead. What counts is a value that goes from a projection through an activation, and perhaps dropouts,
+to another projection, and nowhere else.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _is_read_later(method: ast.FunctionDef, statement: ast.stmt, name: str) -> b
     for node in ast.walk(method):
         if isinstance(node, ast.For | ast.While) and any(inner is statement for inner in ast.walk(node)):
             return True
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
-            if node.lineno > statement.end_lineno:
-                return True
+        is_read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        if is_read and node.lineno > statement.end_lineno:
+            return True
     return False
