@@ -205,7 +205,7 @@ class _Zeros:
             zero = given[0].reshape(-1, given[0].shape[-1]) == 0
             self.tokens[module] += len(zero)
             share = zero[~zero.all(-1)].float().mean().item()  # rows of zeros are padding
-            if 0.05 < share < 0.99 and not _is_mixer(model, names[module]):
+            if 0.1 < share < 0.99 and not _is_mixer(model, names[module]):
                 self.readers[module] = names[module]
 
         def applies(module: nn.Module, given: tuple) -> None:

@@ -62,7 +62,7 @@ def test_the_walk_notices_a_wrong_block(monkeypatch):
 def test_the_walk_notices_a_dense_block(monkeypatch):
     from twell.sparsify import blocks
 
-    monkeypatch.setattr(blocks.BlockTwin, "can_take", lambda twin, x: False)
+    monkeypatch.setattr(blocks.BlockTwin, "why_stock", lambda twin, x: "a test says so")
     outcome = families.judge("llama")
     assert outcome.verdict == "WRONG"
     assert "0 tokens ran sparse" in outcome.reason

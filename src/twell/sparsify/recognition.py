@@ -16,7 +16,7 @@ from .blocks import is_swapped
 from .linear_twins import admit_linear_twins
 from .proof import NotABlockError, Proven, is_linear, prove_block, prove_last, prove_selector, sizes
 from .roles import Place, Role, Roles, is_projection, why_unsuitable
-from .stock_code import Chain, Step, chains_of
+from .stock_code import Chain, Step, chains_of, input_reader
 
 _MOST_PROJECTIONS = 3
 
@@ -30,6 +30,7 @@ class Split:
     first, last: what it calls first and last.
     activation:  what it calls between them; None if `first` applies it.
     dropouts, numbers: dropouts between them: modules, and attributes of the owner with a probability.
+    through:     dropouts and modules around first and last: the values pass through them.
     """
 
     first: Place
@@ -37,6 +38,7 @@ class Split:
     activation: Place | None
     dropouts: tuple[nn.Module, ...] = ()
     numbers: tuple[str, ...] = ()
+    through: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class _Search:
             self._refuse(name, module, "experts stored as 3-D parameters", [])
         elif places and len(places) <= _MOST_PROJECTIONS:
             self._try(name, module, places)
-        if places and not self._is_taken(places):
+        if any(place.module not in self._taken for place in places):
             self._try_split(name, module)
 
     def _is_described(self, name: str, module: nn.Module) -> bool:
@@ -131,7 +133,9 @@ class _Search:
         for steps, count in Counter(segment for chain in chains for segment in _segments(chain)).items():
             # Nothing else in the class may call what these steps call; dropouts stay what they are.
             called = [step.name for step in steps if step.kind == "module" and not _is_dropout(module, step)]
-            if any(mentions[attribute] != count for attribute in called):
+            if any(mentions[attribute] != count for attribute in called) or self._is_step_taken(
+                module, steps
+            ):
                 continue
             try:
                 found = _split_block(name, module, steps)
@@ -140,6 +144,11 @@ class _Search:
                 continue
             if found is not None and not self._taken.intersection(found.proven.roles.modules):
                 self._take(found)
+
+    def _is_step_taken(self, owner: nn.Module, steps: tuple[Step, ...]) -> bool:
+        """Whether the first or the last of these steps runs a projection of a block that was found."""
+        ends = (_called(owner, step) for step in (steps[0], steps[-1]))
+        return any(not self._taken.isdisjoint(place.module.modules()) for place in ends if place is not None)
 
     def _take(self, found: Found) -> None:
         modules = found.proven.roles.modules
@@ -243,31 +252,69 @@ def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found 
         if place is None or not step.only_input or _projections_of(place.module):
             return None
         if isinstance(place.module, nn.Dropout):
-            dropouts.append(place.module)
+            dropouts.append(place)
         else:
             between.append(place)
-    up, down = _only_projection(first), _only_projection(last)
+    up, down = _only_projection(first), _only_projection(last) or _read_projection(last)
     if up is None or down is None or len(between) > 1 or not steps[0].only_input:
         return None
     if sizes(up.module)[0] != sizes(down.module)[1]:
         return None
     _check_suitable([up, down])
-    dtype, device = up.module.weight.dtype, up.module.weight.device
-    if between:
-        if up != first or any(True for _ in between[0].module.parameters()):
+    through = [*dropouts, last] if down != last else dropouts[:]
+    activation = between[0] if between else None
+    if activation is not None:
+        if up != first or any(True for _ in activation.module.parameters()):
             return None
-        with torch.no_grad():
-            recognised = recognise(between[0].module, dtype, device)
-        if isinstance(recognised, str):
-            raise NotABlockError(recognised)
+        recognised = _recognised(activation, up)
     elif up == first:
         return None  # two projections with nothing between them
     else:
-        recognised = prove_selector(first.module, up)
-    random = down != last and prove_last(last.module, down)
+        try:
+            recognised = prove_selector(first.module, up)
+        except NotABlockError:
+            activation = _returned_activation(first, up)
+            if activation is None:
+                raise
+            recognised = _recognised(activation, up)
+            through.append(first)
+            first = up
+    random = _only_projection(last) not in (None, last) and prove_last(last.module, down)
     roles = Roles(None, Role(up, linear=is_linear(up.module)), Role(down, linear=is_linear(down.module)))
-    split = Split(first, down, between[0] if between else None, tuple(dropouts), tuple(numbers))
+    drop = tuple(place.module for place in dropouts)
+    split = Split(first, down, activation, drop, tuple(numbers), tuple(through))
     return Found(name, owner, Proven(roles, recognised, random), split)
+
+
+def _recognised(activation: Place, up: Place) -> Recognised:
+    with torch.no_grad():
+        recognised = recognise(activation.module, up.module.weight.dtype, up.module.weight.device)
+    if isinstance(recognised, str):
+        raise NotABlockError(recognised)
+    return recognised
+
+
+def _read_projection(place: Place) -> Place | None:
+    """The projection inside a child that takes the child's first input, and is called for nothing else."""
+    kind, module = type(place.module), place.module
+    name = input_reader(kind)
+    if name is None or "forward" in module.__dict__ or chains_of(kind)[1][name] != 1:
+        return None
+    child = module._modules.get(name)
+    return Place(module, name) if child is not None and is_projection(child) else None
+
+
+def _returned_activation(place: Place, up: Place) -> Place | None:
+    """The activation inside a child, if what the child returns is this activation of `up`."""
+    chains, mentions = chains_of(type(place.module))
+    for chain in chains:
+        ends = chain.steps[-2:]
+        if not chain.returned or len(ends) < 2 or not all(step.only_input for step in ends):
+            continue
+        calls = [_called(place.module, step) for step in ends]
+        if calls[0] == up and calls[1] is not None and all(mentions[call.name] == 1 for call in calls):
+            return calls[1]
+    return None
 
 
 def _called(owner: nn.Module, step: Step) -> Place | None:
