@@ -28,7 +28,7 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 test: $(READY)  ## run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
-test-families: $(READY)  ## sparsify every language model of transformers, tiny (2 minutes)
+test-families: $(READY)  ## sparsify every language model of transformers, tiny (3 to 7 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m families tests/sparsify/test_families.py
 
 families: $(READY)  ## walk them again and write benchmarks/results/families.jsonl

@@ -17,7 +17,7 @@ from . import families, tiny_models
 # One of each shape a block comes in.
 REPRESENTATIVE = [
     *("bart", "bert", "ctrl", "falcon", "funnel", "gpt2", "gpt_neo", "led", "llama", "m2m_100", "modernbert"),
-    *("mt5", "nemotron", "opt", "pegasus", "pegasus_x", "persimmon", "phi3"),
+    *("mt5", "nemotron", "opt", "pegasus", "pegasus_x", "persimmon", "phi3", "roberta-prelayernorm"),
     *("switch_transformers", "t5", "vit", "xglm", "xlnet"),
 ]
 REFUSED = {"mixtral": "experts", "bitnet": "parameters besides", "bloom": "no projection"}
