@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo test test-families families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,6 +27,12 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 
 test: $(READY)  ## run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+
+test-families: $(READY)  ## sparsify every language model of transformers, tiny (3 to 7 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m families tests/sparsify/test_families.py
+
+families: $(READY)  ## walk them again and write benchmarks/results/families.jsonl
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sparsify.families --record
 
 fuzz: $(READY)  ## run the property tests with 2,000 examples each and 10,000 random calls (about 8 minutes)
 	TWELL_HYPOTHESIS_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/formats

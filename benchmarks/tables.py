@@ -21,6 +21,7 @@ from pathlib import Path
 from PIL import Image
 
 import tables_defaults
+import tables_families
 import tables_gpu
 import tables_runs
 import tables_training
@@ -143,6 +144,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "format-memory": format_memory,
     "measured-on": measured_on,
     **tables_defaults.TABLES,
+    **tables_families.TABLES,
     **tables_gpu.TABLES,
     **tables_training.TABLES,
     **tables_runs.TABLES,

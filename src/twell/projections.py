@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+LINEAR_TWINS: set[type] = set()
+"""Subclasses of `nn.Linear` that compute the same (`sparsify.linear_twins`). A plain set: compiled code looks
+into it."""
+
 
 class Projection(NamedTuple):
     """A projection of a block, or some of its outputs.
@@ -107,14 +111,14 @@ def is_changed(module: nn.Module) -> bool:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """A plain `nn.Linear` or GPT-2's `Conv1D`, maybe with LoRA around it; what sparsify_ made of one counts,
-    other subclasses do not."""
+    """A plain `nn.Linear`, a twin of it or GPT-2's `Conv1D`, maybe with LoRA around it. What sparsify_ made of
+    one counts, other subclasses do not."""
     return is_bare_projection(base_of(module))
 
 
 def is_bare_projection(module: nn.Module) -> bool:
     kind = stock_class(module)
-    return kind is nn.Linear or is_conv1d(kind)
+    return kind is nn.Linear or is_conv1d(kind) or kind in LINEAR_TWINS
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -39,8 +39,8 @@ def run_explain(*, model: str, text: list[str], tokens: int, sequence_length: in
     if gains:
         share = sum(1 / gain for gain in gains) / len(gains)
         console.print(
-            f"\n{ids.numel():,} tokens on {_place(loaded)}: on average a block takes {share:.0%} of dense PyTorch's "
-            "time. 'at most' counts products only; 'union': active for one of 128 neighbouring tokens.",
+            f"\n{ids.numel():,} tokens on {_place(loaded)}: a block takes {share:.0%} of dense PyTorch's "
+            "time on average. 'at most' counts products only; 'union' is of 128 neighbouring tokens.",
             highlight=False,
             soft_wrap=True,
         )

@@ -3,6 +3,7 @@
 activation_probe  recognises activation functions by what they return
 proof             works out what the projections of a module do, by running its code on stand-ins
 stock_code        finds projections that a layer's code calls one after the other
+linear_twins      admits subclasses of nn.Linear that compute the same
 recognition       searches a model with these
 adapters          blocks that users describe
 roles, blocks     the weights of a block, and what runs in its place

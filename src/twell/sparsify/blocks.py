@@ -173,12 +173,20 @@ class Carrier:
 
     first, last:  the modules that pass x on and that run the block; `last` is a projection.
     activation:   the attribute of `owner` that the stock code calls between them; None if `first` applies it.
+    through:      other modules that carried values pass through, where hooks would see them.
     """
 
     def __init__(
-        self, twin: BlockTwin, dropouts: Dropouts, first: Place, last: Place, activation: Place | None
+        self,
+        twin: BlockTwin,
+        dropouts: Dropouts,
+        first: Place,
+        last: Place,
+        activation: Place | None,
+        through: tuple[Place, ...] = (),
     ) -> None:
         self.twin, self.first, self.last, self.activation = twin, first, last, activation
+        self._through = through
         self._dropouts, self._local = dropouts, threading.local()
 
     def carries(self, x: Tensor, first: nn.Module) -> bool:
@@ -245,7 +253,7 @@ class Carrier:
                 module = place.module
                 if module is None or module.__dict__.get("_twell_carrier") is not self or has_hooks(module):
                     return False
-        return True
+        return not any(place.module is not None and has_hooks(place.module) for place in self._through)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_local": None}

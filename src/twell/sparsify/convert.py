@@ -142,7 +142,7 @@ def _install(found: Found, plan: Plan | None) -> None:
     dropouts = Dropouts(
         found.owner, list(split.dropouts), list(split.numbers), found.proven.random_in_training
     )
-    install_carrier(Carrier(twin, dropouts, split.first, split.last, split.activation))
+    install_carrier(Carrier(twin, dropouts, split.first, split.last, split.activation, split.through))
 
 
 def _is_probability(name: str, value: object) -> bool:

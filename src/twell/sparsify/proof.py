@@ -1,8 +1,8 @@
 """Works out which projection of a stock module does what, by running the module's own code.
 
 The projections are stood in for while the module runs: they return numbers that were chosen, and what they
-are given is kept. So a block is recognised by what its code does with numbers, bit by bit; no name counts, and
-no product is computed.
+are given is kept. So a block is recognised by what its code does with numbers, bit by bit; no name counts,
+and no product is computed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +14,10 @@ from ..projections import base_of, is_linear, is_lora, is_projection
 from .activation_probe import Recognised, recognise
 from .adapters import described
 from .blocks import is_swapped
+from .linear_twins import admit_linear_twins
 from .proof import NotABlockError, Proven, prove_block, prove_last, prove_selector, sizes
 from .roles import Place, Role, Roles, why_unsuitable
-from .stock_code import Step, chains_of
+from .stock_code import Chain, Step, chains_of, input_reader
 
 _MOST_PROJECTIONS = 3
 
@@ -29,6 +31,7 @@ class Split:
     first, last: what it calls first and last.
     activation:  what it calls between them; None if `first` applies it.
     dropouts, numbers: dropouts between them: modules, and attributes of the owner with a probability.
+    through:     dropouts and modules around first and last: the values pass through them.
     """
 
     first: Place
@@ -36,6 +39,7 @@ class Split:
     activation: Place | None
     dropouts: tuple[nn.Module, ...] = ()
     numbers: tuple[str, ...] = ()
+    through: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class Findings:
 
 def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     """Every block of `model` that our kernels can run, innermost modules first; changes nothing."""
+    admit_linear_twins(model)
     search = _Search(filter_fn)
     inside = _inside_adapters(model)
     for name, module in reversed(list(model.named_modules())):
@@ -89,11 +94,11 @@ class _Search:
         if self._is_described(name, module):
             return
         places = _projections_of(module)
-        if places and len(places) <= _MOST_PROJECTIONS:
-            self._try(name, module, places)
-        elif _has_experts(module):
+        if _has_experts(module):
             self._refuse(name, module, "experts stored as 3-D parameters", [])
-        if places and not self._is_taken(places):
+        elif places and len(places) <= _MOST_PROJECTIONS:
+            self._try(name, module, places)
+        if any(place.module not in self._taken for place in places):
             self._try_split(name, module)
 
     def _is_described(self, name: str, module: nn.Module) -> bool:
@@ -128,19 +133,25 @@ class _Search:
 
     def _try_split(self, name: str, module: nn.Module) -> None:
         chains, mentions = chains_of(type(module))
-        for chain in chains:
-            for first in range(len(chain.steps)):
-                for last in range(first + 1, len(chain.steps)):
-                    steps = chain.steps[first : last + 1]
-                    if any(step.kind == "module" and mentions[step.name] != 1 for step in steps):
-                        continue
-                    try:
-                        found = _split_block(name, module, steps)
-                    except NotABlockError as reason:
-                        self._refuse(name, module, str(reason), [])
-                        continue
-                    if found is not None and not self._taken.intersection(found.proven.roles.modules):
-                        self._take(found)
+        for steps, count in Counter(segment for chain in chains for segment in _segments(chain)).items():
+            # Nothing else in the class may call what these steps call; dropouts stay what they are.
+            called = [step.name for step in steps if step.kind == "module" and not _is_dropout(module, step)]
+            if any(mentions[attribute] != count for attribute in called) or self._is_step_taken(
+                module, steps
+            ):
+                continue
+            try:
+                found = _split_block(name, module, steps)
+            except NotABlockError as reason:
+                self._refuse(name, module, str(reason), [])
+                continue
+            if found is not None and not self._taken.intersection(found.proven.roles.modules):
+                self._take(found)
+
+    def _is_step_taken(self, owner: nn.Module, steps: tuple[Step, ...]) -> bool:
+        """Whether the first or the last of these steps runs a projection of a block that was found."""
+        ends = (_called(owner, step) for step in (steps[0], steps[-1]))
+        return any(not self._taken.isdisjoint(place.module.modules()) for place in ends if place is not None)
 
     def _take(self, found: Found) -> None:
         modules = found.proven.roles.modules
@@ -207,7 +218,33 @@ def _check_nothing_else(module: nn.Module, places: list[Place]) -> None:
 
 
 def _has_experts(module: nn.Module) -> bool:
-    return sum(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None) > 1
+    """Whether two weights [experts, outputs, inputs] of it, or of two children, make a block."""
+    children = [weights for child in module.children() if len(weights := _stacked_weights(child)) == 1]
+    shapes = [weight.shape for weights in (_stacked_weights(module), *children) for weight in weights]
+    return any(
+        one[0] == other[0]
+        and 1 < one[1] != one[2] > 1
+        and not {one[1], one[2]}.isdisjoint({other[1], other[2], 2 * other[1], 2 * other[2]})
+        for place, one in enumerate(shapes)
+        for other in shapes[place + 1 :]
+    )
+
+
+def _stacked_weights(module: nn.Module) -> list[nn.Parameter]:
+    if isinstance(module, nn.Conv1d):
+        return []
+    return [weight for weight in module._parameters.values() if weight is not None and weight.dim() == 3]
+
+
+def _segments(chain: Chain) -> Iterator[tuple[Step, ...]]:
+    """Every run of two steps or more."""
+    for first in range(len(chain.steps)):
+        for last in range(first + 1, len(chain.steps)):
+            yield chain.steps[first : last + 1]
+
+
+def _is_dropout(owner: nn.Module, step: Step) -> bool:
+    return isinstance(owner._modules.get(step.name), nn.Dropout)
 
 
 def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found | None:
@@ -224,31 +261,69 @@ def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found 
         if place is None or not step.only_input or _projections_of(place.module):
             return None
         if isinstance(place.module, nn.Dropout):
-            dropouts.append(place.module)
+            dropouts.append(place)
         else:
             between.append(place)
-    up, down = _only_projection(first), _only_projection(last)
+    up, down = _only_projection(first), _only_projection(last) or _read_projection(last)
     if up is None or down is None or len(between) > 1 or not steps[0].only_input:
         return None
     if sizes(up.module)[0] != sizes(down.module)[1]:
         return None
     _check_suitable([up, down])
-    dtype, device = up.module.weight.dtype, up.module.weight.device
-    if between:
-        if up != first or any(True for _ in between[0].module.parameters()):
+    through = [*dropouts, last] if down != last else dropouts[:]
+    activation = between[0] if between else None
+    if activation is not None:
+        if up != first or any(True for _ in activation.module.parameters()):
             return None
-        with torch.no_grad():
-            recognised = recognise(between[0].module, dtype, device)
-        if isinstance(recognised, str):
-            raise NotABlockError(recognised)
+        recognised = _recognised(activation, up)
     elif up == first:
         return None  # two projections with nothing between them
     else:
-        recognised = prove_selector(first.module, up)
-    random = down != last and prove_last(last.module, down)
+        try:
+            recognised = prove_selector(first.module, up)
+        except NotABlockError:
+            activation = _returned_activation(first, up)
+            if activation is None:
+                raise
+            recognised = _recognised(activation, up)
+            through.append(first)
+            first = up
+    random = _only_projection(last) not in (None, last) and prove_last(last.module, down)
     roles = Roles(None, Role(up, linear=is_linear(up.module)), Role(down, linear=is_linear(down.module)))
-    split = Split(first, down, between[0] if between else None, tuple(dropouts), tuple(numbers))
+    drop = tuple(place.module for place in dropouts)
+    split = Split(first, down, activation, drop, tuple(numbers), tuple(through))
     return Found(name, owner, Proven(roles, recognised, random), split)
+
+
+def _recognised(activation: Place, up: Place) -> Recognised:
+    with torch.no_grad():
+        recognised = recognise(activation.module, up.module.weight.dtype, up.module.weight.device)
+    if isinstance(recognised, str):
+        raise NotABlockError(recognised)
+    return recognised
+
+
+def _read_projection(place: Place) -> Place | None:
+    """The projection inside a child that takes the child's first input, and is called for nothing else."""
+    kind, module = type(place.module), place.module
+    name = input_reader(kind)
+    if name is None or "forward" in module.__dict__ or chains_of(kind)[1][name] != 1:
+        return None
+    child = module._modules.get(name)
+    return Place(module, name) if child is not None and is_projection(child) else None
+
+
+def _returned_activation(place: Place, up: Place) -> Place | None:
+    """The activation inside a child, if what the child returns is this activation of `up`."""
+    chains, mentions = chains_of(type(place.module))
+    for chain in chains:
+        ends = chain.steps[-2:]
+        if not chain.returned or len(ends) < 2 or not all(step.only_input for step in ends):
+            continue
+        calls = [_called(place.module, step) for step in ends]
+        if calls[0] == up and calls[1] is not None and all(mentions[call.name] == 1 for call in calls):
+            return calls[1]
+    return None
 
 
 def _called(owner: nn.Module, step: Step) -> Place | None:

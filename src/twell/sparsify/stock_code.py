@@ -1,8 +1,8 @@
 """Finds blocks in the source of a layer: projections that its code calls one after the other.
 
 A layer with attention and norms cannot be run on random input without knowing its arguments, so its code is
-read instead. What counts is a value that goes from a projection through an activation, and perhaps dropouts, to
-another projection, and nowhere else.
+read instead. What counts is a value that goes from a projection through an activation, and perhaps dropouts,
+to another projection, and nowhere else.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ class Step(NamedTuple):
 
 
 class Chain(NamedTuple):
-    """Steps that a value takes one after the other, each used by the next alone."""
+    """Steps that a value takes one after the other, each used by the next alone.
+
+    returned: whether it is the value that forward returns, always.
+    """
 
     steps: tuple[Step, ...]
+    returned: bool = False
 
 
 @cache
@@ -47,6 +51,36 @@ def chains_of(kind: type[nn.Module]) -> tuple[tuple[Chain, ...], Counter]:
         for body in _bodies(method):
             chains += _chains_in(body, method)
     return tuple(chains), mentions
+
+
+@cache
+def input_reader(kind: type[nn.Module]) -> str | None:
+    """The child that takes the first input of forward, as it is; None if anything else may take it, too."""
+    (method, *_) = [method for method in _methods(kind) if method.name == "forward"] or (None,)
+    if method is None or len(method.args.args) < 2:
+        return None
+    name = method.args.args[1].arg
+    for statement in method.body:
+        count = _count(statement, name)
+        if not count:
+            continue
+        target, expression = _assignment(statement)
+        if expression is None or _count(expression, name) != 1:
+            return None
+        core, steps = _unwrapped(expression)
+        if not isinstance(core, ast.Name) or core.id != name or not steps:
+            return None
+        if target != name and _is_read_later(method, statement, name):
+            return None
+        return steps[0].name if steps[0].kind == "module" and steps[0].only_input else None
+    return None
+
+
+def _only_return(method: ast.FunctionDef) -> ast.Return | None:
+    """The last statement of forward, if it returns nowhere else."""
+    returns = [node for node in ast.walk(method) if isinstance(node, ast.Return)]
+    ends = method.name == "forward" and returns == method.body[-1:]
+    return returns[0] if ends else None
 
 
 def _methods(kind: type[nn.Module]) -> list[ast.FunctionDef]:
@@ -83,25 +117,42 @@ def _bodies(method: ast.FunctionDef) -> list[list[ast.stmt]]:
 def _chains_in(body: list[ast.stmt], method: ast.FunctionDef) -> list[Chain]:
     chains: list[Chain] = []
     growing: dict[str, tuple[Step, ...]] = {}  # by the variable that holds the value
+
+    def steps_of(core: ast.expr, applied: list[Step]) -> tuple[Step, ...]:
+        """With those before, where the value is in a variable that nothing else reads."""
+        if not isinstance(core, ast.Name) or core.id not in growing or _count(expression, core.id) != 1:
+            return tuple(applied)
+        if target != core.id and _is_read_later(method, statement, core.id):
+            return tuple(applied)
+        return (*growing.pop(core.id), *applied)
+
     for statement in body:
         target, expression = _assignment(statement)
         steps: tuple[Step, ...] = ()
         if expression is not None:
             core, applied = _unwrapped(expression)
-            before = growing.get(core.id, ()) if isinstance(core, ast.Name) else ()
-            goes_on = before and _count(expression, core.id) == 1
-            if goes_on and (target == core.id or not _is_read_later(method, statement, core.id)):
-                del growing[core.id]
-                steps = (*before, *applied)
-            else:
-                steps = tuple(applied)
+            steps = steps_of(core, applied)
+            chains += [Chain(steps_of(*_unwrapped(call))) for call in _calls_inside(core)]
         for name in [name for name in growing if name == target or _count(statement, name)]:
             chains.append(Chain(growing.pop(name)))  # used otherwise, or lost
         if steps and target is not None:
             growing[target] = steps
         elif steps:
-            chains.append(Chain(steps))
+            chains.append(Chain(steps, returned=statement is _only_return(method)))
     return [*chains, *map(Chain, growing.values())]
+
+
+def _calls_inside(expression: ast.expr) -> list[ast.Call]:
+    """Outermost calls in sums, products and tuples: evaluating the expression makes each of them once."""
+    if isinstance(expression, ast.BinOp):
+        sides = [expression.left, expression.right]
+    elif isinstance(expression, ast.Tuple):
+        sides = expression.elts
+    else:
+        return []
+    return [
+        call for side in sides for call in ([side] if isinstance(side, ast.Call) else _calls_inside(side))
+    ]
 
 
 def _assignment(statement: ast.stmt) -> tuple[str | None, ast.expr | None]:
@@ -156,7 +207,7 @@ def _is_read_later(method: ast.FunctionDef, statement: ast.stmt, name: str) -> b
     for node in ast.walk(method):
         if isinstance(node, ast.For | ast.While) and any(inner is statement for inner in ast.walk(node)):
             return True
-        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
-            if node.lineno > statement.end_lineno:
-                return True
+        is_read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        if is_read and node.lineno > statement.end_lineno:
+            return True
     return False
