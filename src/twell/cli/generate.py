@@ -26,8 +26,7 @@ def run_generate(
     from transformers import TextStreamer
 
     from .. import recorded_paths
-    from ..evaluation import load_model
-    from ..evaluation.text import check_ids
+    from ..evaluation import check_ids, load_model
 
     loaded, tokenizer = load_model(model, dtype=dtype)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(loaded.device)

@@ -33,12 +33,10 @@ from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
 from .distributed import is_first
-from .interrupt import SaveOnInterrupt
-from .metrics import MetricsFile, check_reporters, read_metrics
+from .metrics import MetricsFile, ProgressBar, check_reporters, read_metrics
 from .model import build_model, with_checkpoint
-from .progress import ProgressBar
 from .run_folder import CHOICES, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
-from .trainer import SparseTrainer
+from .trainer import SaveOnInterrupt, SparseTrainer
 
 # The penalty's gradient flows through recomputed activations: reentrant checkpoints would lose it.
 _CHECKPOINTS = {"use_reentrant": False}
