@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ PATHS = ("auto", "dense", "row", "block")
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(NamedTuple):
     """What is known of a call before it runs: everything a backend may refuse.
 
     tokens:    a power of two at or above the number of tokens; None where a trace leaves it open.

@@ -21,8 +21,8 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, tell_flop_counters, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
-from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
-from .problem import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
+from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode
+from .problem import PLAIN, Decision, FfnArgs, FfnOutput, Tensors, are_plain, cast_of, is_trained
 from .training_step import run_training_step
 
 
@@ -96,7 +96,7 @@ def stats_of(output: FfnOutput, x: Tensor) -> tuple[Tensor, FfnStats]:
 
 
 def run_ffn(
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     activation: str | Activation,
     plan: Plan | None,
     record: bool,
@@ -130,7 +130,7 @@ def run_ffn(
     return _run(tensors, act, plan, record, compile_dense, layer, lasting=not compile_dense)
 
 
-def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
+def _layer_of(tensors: Tensors) -> LayerState | None:
     """That of a bare call; None where its weights are no plain tensors: `ffn` says what is wrong then."""
     _x, up, _down, gate, *_ = tensors
     selector = up if gate is None else gate
@@ -140,7 +140,7 @@ def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
 
 
 def _repeated(
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     activation: str | Activation,
     plan: Plan | None,
     record: bool,
@@ -162,7 +162,7 @@ def _repeated(
 
 
 def _run(
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     activation: Activation,
     plan: Plan | None,
     record: bool,
@@ -222,7 +222,7 @@ def _run(
 
 
 def _keep_repeat(
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     args: FfnArgs,
     plan: Plan | None,
     decision: Decision,
@@ -262,12 +262,12 @@ def _compiled_dense() -> Callable[[FfnArgs, bool], FfnOutput]:
     return torch.compile(dense_forward)
 
 
-def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
+def _is_observed(tensors: Tensors) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.jit.is_tracing()
-        or not all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+        or not are_plain(tensors)
     )
 
 

@@ -20,20 +20,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._errors import reject
+from ._observers import operations_are_observed
 from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
 from .kernels.dense import dense_backward
 from .policy import decide_backward, decide_inside
-from .problem import (
-    PLAIN,
-    Decision,
-    Existing,
-    FfnArgs,
-    FfnOutput,
-    Gradients,
-    Saved,
-)
+from .problem import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved, are_plain
 
 _SIGNATURE = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
@@ -284,13 +277,11 @@ def existing(step: Step, saved: Sequence[Tensor | None], needed: list[bool]) -> 
 
 
 def only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nobody traces, transforms or watches, and all are plain tensors (batches of gradients have no
-    storage)."""
+    """Whether nobody observes, and all are plain tensors (batches of gradients have no storage)."""
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and all(t is None or (type(t) in PLAIN and torch._C._has_storage(t)) for t in tensors)
+        not operations_are_observed()
+        and are_plain(tensors)
+        and all(t is None or torch._C._has_storage(t) for t in tensors)
     )
 
 

@@ -22,10 +22,8 @@ from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
-from .problem import Decision, FfnArgs, FfnOutput, StepRepeat
+from .problem import Decision, FfnArgs, FfnOutput, StepRepeat, Tensors, is_trained
 from .training_step import repeat_training_step
-
-Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
 
 # What `os.environ.get` looks up, which takes a microsecond for it.
 _environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
@@ -344,7 +342,3 @@ class PreparedStep(Prepared):
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
         return self._operands.hold(tensors)
-
-
-def is_trained(tensors: Tensors) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

@@ -10,7 +10,18 @@ from torch import Tensor
 from .activations import Activation
 from .layer_state import LayerState, Reading
 
-PLAIN = (Tensor, torch.nn.Parameter)  # types of which nothing but values is to be known
+PLAIN = (Tensor, torch.nn.Parameter)  # tensors without behaviour of their own
+Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
+
+
+def are_plain(tensors: Tensors) -> bool:
+    """Whether none is of a subclass, which may know F.linear and nothing else."""
+    return all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+
+
+def is_trained(tensors: Tensors) -> bool:
+    """Whether autograd records what is done to them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def cast_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,6 +61,10 @@ class FfnArgs(NamedTuple):
     @property
     def selector_bias(self) -> Tensor | None:
         return self.up_bias if self.gate is None else self.gate_bias
+
+
+# Calls that repeat a settled decision before everything is checked again: tuning may change limits.
+AHEAD = 255
 
 
 class ChunkRule(Protocol):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..activations import Activation
 from ..kernels.cpu import probe as cpu_probe
-from ..kernels.cpu.paths import finish_block, finish_dense, finish_row, finish_single_row
+from ..kernels.cpu.forward import finish_block, finish_dense, finish_row, finish_single_row
 from ..kernels.cpu.probe import least_seconds, measure_again, random_floats
 from ..kernels.cpu.weights import CpuSite, WeightViews
 from ..problem import FfnArgs

@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from .._log import note_path
 from .._observers import operations_are_observed
-from ..problem import PLAIN, FfnArgs, FfnOutput, Gradients
+from ..problem import FfnArgs, FfnOutput, Gradients, are_plain
 from .cpu.gemm import Form, form_for, reads_badly, sum_all_rows
 
 _SUM_ROWS_TOKENS = 16  # from here on one copy of the weights is faster (7 ms at H 4096, D 1024)
@@ -27,7 +27,7 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str 
     reason:  why it runs dense, for `recorded_paths`.
     """
     note_path("dense", args.x, args.up.shape[0], reason=reason)
-    if not record and args.x.device.type == "cpu" and _only_values_matter() and _are_plain(args):
+    if not record and args.x.device.type == "cpu" and _only_values_matter() and are_plain(args[:-1]):
         return FfnOutput(_forward_in_place(args, tuned))
     return _finish(args, *_projections(args), record)
 
@@ -131,7 +131,7 @@ def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product]
 
     tuned: on a CPU, in the form that is fastest there.
     """
-    if not _are_plain(args) or reads_badly(args.down):
+    if not are_plain(args[:-1]) or reads_badly(args.down):
         return None
     if not tuned or args.x.device.type != "cpu":
         return linear, linear, linear
@@ -174,11 +174,6 @@ def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
     if flat.shape[0] < _SUM_ROWS_TOKENS and down.mT.is_contiguous() and _only_values_matter():
         return sum_all_rows(flat, down, bias).view(*hidden.shape[:-1], down.shape[0])
     return linear(hidden, down.contiguous(), bias)
-
-
-def _are_plain(args: FfnArgs) -> bool:
-    """Whether all operands are plain tensors: a subclass may know F.linear and nothing else."""
-    return all(tensor is None or type(tensor) in PLAIN for tensor in args[:-1])
 
 
 def _only_values_matter() -> bool:
