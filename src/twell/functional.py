@@ -21,8 +21,8 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, tell_flop_counters, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
-from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode
-from .problem import PLAIN, Decision, FfnArgs, FfnOutput, Tensors, are_plain, cast_of, is_trained
+from .prepared import Decided, PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode
+from .problem import PLAIN, FfnArgs, FfnOutput, Tensors, are_plain, cast_of, is_trained
 from .training_step import run_training_step
 
 
@@ -209,40 +209,32 @@ def _run(
         else:
             output = dense_forward(args, record, is_automatic(plan), decision.reason)
         if decision.ahead and lasting and not record and x.device.type != "meta":
-            layer.keep_prepared(
-                x.shape, call_mode(record), PreparedDense(tensors, activation, plan, decision)
-            )
+            prepared = PreparedDense(Decided(tensors, activation, plan, decision))
+            layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif training:
         output = run_training_step(args, decision, record)
     else:
         output = get_backend(decision.backend).forward(args, decision, record)
     if decision.ahead and lasting and decision.backend != "dense" and x.is_contiguous():
-        _keep_repeat(tensors, args, plan, decision, training, record, layer)
+        _keep_repeat(Decided(tensors, activation, plan, decision), args, training, record, layer)
     return _shaped(output, x, down)
 
 
-def _keep_repeat(
-    tensors: Tensors,
-    args: FfnArgs,
-    plan: Plan | None,
-    decision: Decision,
-    training: bool,
-    record: bool,
-    layer: LayerState,
-) -> None:
+def _keep_repeat(decided: Decided, args: FfnArgs, training: bool, record: bool, layer: LayerState) -> None:
     """For calls like this one, which has just run on a sparse path, with an x that kernels read as it is."""
-    backend, x = get_backend(decision.backend), tensors[0]
+    x, decision = decided.tensors[0], decided.decision
+    backend = get_backend(decision.backend)
     if training:
         repeats = None if backend.training is None else backend.training.repeat
         # A checkpoint wants what this step has saved when it is computed again: no other kind of step.
         repeat = None if repeats is None or must_save_the_same() else repeats(args, decision, record)
         if repeat is not None:
-            prepared = PreparedStep(tensors, args.activation, plan, decision, repeat, record)
+            prepared = PreparedStep(decided, repeat, record)
             layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif backend.repeat is not None and not record:
         repeat = backend.repeat(args, decision)
         if repeat is not None:
-            prepared = PreparedSparse(tensors, args.activation, plan, decision, repeat)
+            prepared = PreparedSparse(decided, repeat)
             layer.keep_prepared(x.shape, call_mode(record), prepared, bucket_of(x))
 
 

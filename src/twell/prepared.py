@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,12 @@ from torch.autograd import forward_ad
 from ._log import note_path, paths_are_recorded
 from ._observers import must_save_the_same
 from .activations import Activation
-from .backends import Repeat
 from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
-from .problem import Decision, FfnArgs, FfnOutput, StepRepeat, Tensors, is_trained
-from .training_step import repeat_training_step
+from .problem import Decision, FfnArgs, FfnOutput, Repeat, StepRepeat, Tensors, is_trained
+from .training_step import RepeatedStep, run_step
 
 # What `os.environ.get` looks up, which takes a microsecond for it.
 _environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
@@ -98,6 +98,15 @@ def _compiled_check(tensors: list[Tensor], free: str) -> Callable[..., bool] | N
 _STRIDED = torch.strided
 
 
+class Decided(NamedTuple):
+    """A call that has run, and the decision it ran by."""
+
+    tensors: Tensors
+    activation: Activation
+    plan: Plan | None
+    decision: Decision
+
+
 class Prepared:
     """So many more calls like one that was decided."""
 
@@ -107,6 +116,7 @@ class Prepared:
         "_device_type",
         "_hooked",
         "_left",
+        "_operands",
         "_outcome",
         "_override",
         "_plan",
@@ -118,9 +128,9 @@ class Prepared:
         "_version",
     )
 
-    def __init__(
-        self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
-    ) -> None:
+    def __init__(self, decided: Decided, operands: _Kinds) -> None:
+        tensors, activation, plan, decision = decided
+        self._operands = operands
         self._device_type = tensors[0].device.type
         self._activation, self._spec, self._plan = activation, activation.spec, plan
         self._calls = self._left = decision.ahead
@@ -193,22 +203,19 @@ class Prepared:
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
         """Whether the call is as valid as the one that was checked."""
-        raise NotImplementedError
+        return self._operands.hold(tensors)
 
 
 class PreparedDense(Prepared):
     """Calls that run dense, as PyTorch computes them."""
 
-    __slots__ = ("_operands", "_products", "_tuned")
+    __slots__ = ("_products", "_tuned")
 
-    def __init__(
-        self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
-    ) -> None:
-        super().__init__(tensors, activation, plan, decision)
-        self._operands = _Kinds(tensors, any_strides=True)
-        self._tuned = is_automatic(plan)
+    def __init__(self, decided: Decided) -> None:
+        super().__init__(decided, _Kinds(decided.tensors, any_strides=True))
+        self._tuned = is_automatic(decided.plan)
         # None where more than values may matter.
-        args = FfnArgs(*tensors, activation)
+        args = FfnArgs(*decided.tensors, decided.activation)
         self._products = None if self._training else products_for(args, self._tuned)
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
@@ -221,9 +228,6 @@ class PreparedDense(Prepared):
         args = args._replace(x=x.reshape(-1, x.shape[-1]))
         y = dense_forward(args, False, self._tuned, self._reason).y
         return FfnOutput(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
-
-    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
-        return self._operands.hold(tensors)
 
     def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
         """The block from as few operations as it takes; nobody differentiates it or looks."""
@@ -240,19 +244,13 @@ class PreparedDense(Prepared):
 class PreparedSparse(Prepared):
     """Calls that launch what was launched before, for any number of tokens in the same `bucket`."""
 
-    __slots__ = ("_check", "_repeat", "_weights", "_x")
+    __slots__ = ("_check", "_repeat", "_x")
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        activation: Activation,
-        plan: Plan | None,
-        decision: Decision,
-        repeat: Repeat,
-    ) -> None:
-        super().__init__(tensors, activation, plan, decision)
-        self._x, self._weights, self._repeat = self._kind_of(tensors[0]), _Kinds(tensors[1:]), repeat
-        # Of gated blocks without biases, for calls with as many dimensions.
+    def __init__(self, decided: Decided, repeat: Repeat) -> None:
+        tensors = decided.tensors
+        super().__init__(decided, _Kinds(tensors[1:]))
+        self._x, self._repeat = self._kind_of(tensors[0]), repeat
+        # For gated blocks without biases, and calls with as many dimensions.
         there = [t is not None for t in tensors]
         self._check = _compiled_check(list(tensors[:4]), "leading") if there == _GATED else None
 
@@ -295,7 +293,7 @@ class PreparedSparse(Prepared):
         return FfnOutput(y)
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
-        return self._kind_of(tensors[0]) == self._x and self._weights.hold(tensors[1:])
+        return self._kind_of(tensors[0]) == self._x and self._operands.hold(tensors[1:])
 
     @staticmethod
     def _kind_of(x: Tensor) -> tuple:
@@ -315,30 +313,18 @@ def bucket_of(x: Tensor) -> tuple[int, int] | None:
 class PreparedStep(Prepared):
     """Training steps that launch what was launched before."""
 
-    __slots__ = ("_decision", "_operands", "_record", "_repeat")
+    __slots__ = ("_decision", "_record", "_repeat")
 
-    def __init__(
-        self,
-        tensors: Tensors,
-        activation: Activation,
-        plan: Plan | None,
-        decision: Decision,
-        repeat: StepRepeat,
-        record: bool,
-    ) -> None:
-        super().__init__(tensors, activation, plan, decision)
+    def __init__(self, decided: Decided, repeat: StepRepeat, record: bool) -> None:
+        super().__init__(decided, _Kinds(decided.tensors))
         self._repeat, self._record = repeat, record
-        self._operands = _Kinds(tensors)
         # Without the layer, which this belongs to: it would not be freed at once.
-        self._decision = decision._replace(read=False, layer=None)
+        self._decision = decided.decision._replace(read=False, layer=None)
 
     def _note(self, layer: LayerState) -> None:
         layer.ran["forward"] = self._outcome  # its backward is the same one again
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         decision = self._decision._replace(layer=layer)
-        holds = self._operands.hold
-        return repeat_training_step(self._repeat, holds, decision, self._activation, self._record, *tensors)
-
-    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
-        return self._operands.hold(tensors)
+        step = decision, self._activation, self._record
+        return run_step(RepeatedStep(*step, self._repeat, self._operands.hold), tensors)

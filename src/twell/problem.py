@@ -122,25 +122,36 @@ class Saved(NamedTuple):
     counts: Tensor
 
 
-Gradients = tuple[Tensor | None, ...]  # of x, up, down, gate, up_bias, down_bias, gate_bias
+Gradients = Tensors  # of the operands, in their order
+
+
+class Repeat(Protocol):
+    """A call that has run, to be run again on operands of the same shapes, strides and types.
+
+    path: what ran, as `recorded_paths` names it.
+    """
+
+    path: str
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor | None:
+        """y [..., E] of (x [..., D], up, ...); None where it has to be run in full."""
 
 
 class StepRepeat(Protocol):
-    """A training step that has run, to be run again on operands of the same shapes, strides and types."""
+    """The same for a training step."""
 
     def forward(self, *tensors: Tensor | None) -> tuple[FfnOutput, Saved] | None:
-        """Of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias); None where it has to be run in
-        full."""
+        """The output of (x [..., D], up, ...), and what to save; None where it has to be run in full."""
 
     def backward(
         self,
-        tensors: tuple[Tensor | None, ...],
+        tensors: Tensors,
         saved: Saved,
         grad_y: Tensor,
         grad_l1: Tensor | None,
         needed: FfnArgs,
     ) -> Gradients | None:
-        """Gradients of the seven; grad_y [..., E]."""
+        """The gradients of all operands; grad_y [..., E]."""
 
 
 class Existing(NamedTuple):
