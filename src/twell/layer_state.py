@@ -207,7 +207,7 @@ class LayerState:
         self.ran[phase] = Outcome(path, reason, reading, share, next(_serial))
 
     def reading(self, weight: Tensor, tokens: int, training: bool) -> Reading:
-        """That of calls with so many tokens; weight: the one that selects neurons, [H, D]."""
+        """The reading for calls with so many tokens; weight: the one that selects neurons, [H, D]."""
         kind = Kind(training, weight.device, 1 << max(tokens - 1, 0).bit_length())
         found = self._readings.get(kind)
         if found is None:
@@ -263,7 +263,7 @@ class _Entry:
 
 
 class _Temporaries:
-    """Weights that are made for every call, as casts inside a compiled graph are: those of one kind share a
+    """Weights that are made for every call, as casts inside a compiled graph are. Weights of one kind share a
     state, since nothing tells their layers apart."""
 
     def __init__(self) -> None:
@@ -273,7 +273,7 @@ class _Temporaries:
         self._in_a_row = 0
 
     def entry_for(self, storage: torch.UntypedStorage) -> _Entry:
-        """Of a weight not seen before: its own state, unless several before it lived for one call each."""
+        """A new weight's entry: a state of its own, unless several before it lived for one call each."""
         if self._last is not None:
             one_call = self._last() is None and self._last_lookups == [1]
             self._in_a_row = self._in_a_row + 1 if one_call else 0
@@ -316,7 +316,7 @@ def known_layer(weight: Tensor) -> LayerState | None:
 
 
 class TrainingState(NamedTuple):
-    """How a layer trains now, on a GPU. (On a CPU every step decides anew.)
+    """How a layer trains now, on a GPU. (On a CPU every step decides again.)
 
     layer:     its size, tokens per call (rounded up to a power of two) and device.
     sparse:    whether its steps run on the active set.

@@ -32,7 +32,6 @@ _SIGNATURE = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
 )
 OPERANDS = 7
-_NOTHING = (None,) * (OPERANDS + 5)  # gradients of the arguments of `ffn` and `ffn_train`
 _STAND_IN_OUTPUTS = 64  # a number of outputs that every kernel takes
 _PLAN = "str activation, str path, int block_rows, str backend"
 _library = torch.library.Library("twell", "DEF")
@@ -187,16 +186,14 @@ def _fake_gradients(*inputs) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _save_operands(ctx, inputs, output) -> None:
-    *tensors, activation, _path, _block_rows, backend, record = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.activation, ctx.backend, ctx.record = activation, backend, record
+def _save(ctx, inputs, output) -> None:
+    """For `ffn`, and for `ffn_train`, which also gives lists and counts."""
+    *tensors, activation, _path, block_rows, backend, record = inputs
+    _y, _l1, *not_differentiable = output
+    ctx.save_for_backward(*tensors, *output[3:])
+    ctx.activation, ctx.block_rows, ctx.backend, ctx.record = activation, block_rows, backend, record
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
-def _needed(ctx, grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
-    return needed_of(ctx.needs_input_grad[:OPERANDS], grad_y, grad_l1)
+    ctx.mark_non_differentiable(*not_differentiable)
 
 
 def needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
@@ -207,35 +204,20 @@ def needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | N
     return [wanted and (grad_y is not None or grad_l1 is not None) for wanted in needed[:-1]]
 
 
-def _recompute(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing) -> tuple[Tensor | None, ...]:
-    """Of `ffn`, which saves nothing: from traceable operations, so a compiled backward fuses them."""
+def _differentiate(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> Gradients:
+    """`ffn` saves no lists and computes densely, from traceable operations that a compiled backward fuses;
+    `ffn_train` computes from its lists."""
+    no_plan = (None,) * 5  # the arguments after the operands
     grad_l1 = grad_l1 if ctx.record else None
-    needed = _needed(ctx, grad_y, grad_l1)
+    needed = needed_of(ctx.needs_input_grad[:OPERANDS], grad_y, grad_l1)
     if not any(needed):
-        return _NOTHING
-    args = args_of(ctx.saved_tensors, ctx.activation)
-    gradients = dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation))
-    return (*gradients, None, None, None, None, None)
-
-
-def _save_active(ctx, inputs, output) -> None:
-    *tensors, activation, _path, block_rows, backend, record = inputs
-    _y, _l1, firing, lists, counts = output
-    ctx.save_for_backward(*tensors, lists, counts)
-    ctx.activation, ctx.block_rows, ctx.backend, ctx.record = activation, block_rows, backend, record
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(firing, lists, counts)
-
-
-def _from_active(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> tuple[Tensor | None, ...]:
-    """Of `ffn_train`."""
-    grad_l1 = grad_l1 if ctx.record else None
-    needed = _needed(ctx, grad_y, grad_l1)
-    if not any(needed):
-        return _NOTHING
+        return *(None,) * OPERANDS, *no_plan
     saved = ctx.saved_tensors  # once: checkpoints hand them out once
+    if len(saved) == OPERANDS:
+        args = args_of(saved, ctx.activation)
+        return *dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation)), *no_plan
     step = Step(ctx.activation, ctx.block_rows, ctx.backend, getattr(saved[-2], "_twell_decision", None))
-    return (*gradients_of(step, saved, grad_y, grad_l1, needed), None, None, None, None, None)
+    return *gradients_of(step, saved, grad_y, grad_l1, needed), *no_plan
 
 
 def gradients_of(
@@ -245,7 +227,7 @@ def gradients_of(
     grad_l1: Tensor | None,
     needed: list[bool],
 ) -> Gradients:
-    """Of the seven operands; saved: those, lists and counts."""
+    """Gradients of the operands; saved: operands, lists and counts."""
     into = existing(step, [*saved, grad_y, grad_l1], needed)
     if into is not None:
         return without_the_op(step, saved, grad_y, grad_l1, needed, into)
@@ -308,7 +290,7 @@ def _save_for_second(ctx, inputs, output) -> None:
 
 
 def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of `ffn_backward`, for second and higher derivatives: dense, through autograd."""
+    """Second and higher derivatives: dense, through autograd."""
     further = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases: derivatives with respect to them stay connected to whatever the operands came from.
@@ -338,8 +320,8 @@ _library.impl("ffn_backward", _gradients, "CompositeExplicitAutograd")
 torch.library.register_fake("twell::ffn", _fake, lib=_library)
 torch.library.register_fake("twell::ffn_train", _train_fake, lib=_library)
 torch.library.register_fake("twell::ffn_backward", _fake_gradients, lib=_library)
-torch.library.register_autograd("twell::ffn", _recompute, setup_context=_save_operands, lib=_library)
-torch.library.register_autograd("twell::ffn_train", _from_active, setup_context=_save_active, lib=_library)
+torch.library.register_autograd("twell::ffn", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("twell::ffn_train", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("twell::ffn_backward", _second, setup_context=_save_for_second, lib=_library)
 
 ffn_op = torch.ops.twell.ffn.default

@@ -22,7 +22,17 @@ from .kernels.dense import dense_forward, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
-from .problem import Decision, FfnArgs, FfnOutput, Repeat, StepRepeat, Tensors, is_trained
+from .problem import (
+    Decision,
+    FfnArgs,
+    FfnOutput,
+    Repeat,
+    StepRepeat,
+    Tensors,
+    flattened,
+    is_trained,
+    unflattened,
+)
 from .training_step import RepeatedStep, run_step
 
 # What `os.environ.get` looks up, which takes a microsecond for it.
@@ -222,12 +232,8 @@ class PreparedDense(Prepared):
         x = tensors[0]
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
             return FfnOutput(self._values(*tensors))
-        args = FfnArgs(*tensors, self._activation)
-        if x.dim() == 2:
-            return dense_forward(args, False, self._tuned, self._reason)
-        args = args._replace(x=x.reshape(-1, x.shape[-1]))
-        y = dense_forward(args, False, self._tuned, self._reason).y
-        return FfnOutput(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
+        args = FfnArgs(flattened(x), *tensors[1:], self._activation)
+        return FfnOutput(unflattened(dense_forward(args, False, self._tuned, self._reason).y, x))
 
     def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
         """The block from as few operations as it takes; nobody differentiates it or looks."""
@@ -305,7 +311,7 @@ _GATED = [True] * 4 + [False] * 3
 
 
 def bucket_of(x: Tensor) -> tuple[int, int] | None:
-    """That of the tokens of x [..., D]; None without any."""
+    """The `bucket` of x's tokens, x [..., D]; None without any."""
     tokens = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
     return bucket(tokens) if tokens else None
 

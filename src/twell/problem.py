@@ -24,6 +24,22 @@ def is_trained(tensors: Tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def flattened(x: Tensor) -> Tensor:
+    """x [..., D] as [M, D]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def unflattened(y: Tensor, x: Tensor) -> Tensor:
+    """y [M, E] with x's leading dimensions."""
+    if x.dim() == 2:
+        return y
+    shape = *x.shape[:-1], y.shape[-1]
+    if torch.jit.is_tracing():  # for other leading sizes, too
+        return y.reshape(shape)
+    # As `linear` does it: an output that autograd takes for a view would lose hooks to in-place operations.
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
 def cast_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor` in another dtype, which remembers what it was made of."""
     cast = tensor.to(dtype)

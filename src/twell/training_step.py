@@ -33,7 +33,17 @@ from .ops import (
     without_the_op,
 )
 from .policy import decide_inside
-from .problem import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat, Tensors
+from .problem import (
+    Decision,
+    FfnArgs,
+    FfnOutput,
+    Gradients,
+    Saved,
+    StepRepeat,
+    Tensors,
+    flattened,
+    unflattened,
+)
 
 
 class _Step(torch.autograd.Function):
@@ -152,10 +162,9 @@ class RepeatedStep(_Once):
         if found is not None:
             note_path(self.decision.path, x, tensors[1].shape[0], reason=self.decision.reason)
             return found
-        flat = FfnArgs(x.reshape(-1, x.shape[-1]), *tensors[1:], self.activation)
-        output, saved = train(flat, self.decision, self.record)
-        y = torch.ops.aten._unsafe_view(output.y, (*x.shape[:-1], output.y.shape[-1]))
-        return output._replace(y=y), saved
+        args = FfnArgs(flattened(x), *tensors[1:], self.activation)
+        output, saved = train(args, self.decision, self.record)
+        return output._replace(y=unflattened(output.y, x)), saved
 
     def gradients(
         self, saved: Tensors, grad_y: Tensor | None, grad_l1: Tensor | None, needed: list[bool]
@@ -164,7 +173,7 @@ class RepeatedStep(_Once):
         if found is not None:
             return found
         x, *others = saved
-        flat = x.reshape(-1, x.shape[-1])
+        flat = flattened(x)
         if grad_y is not None:
             grad_y = grad_y.reshape(flat.shape[0], -1)
         grad_x, *found = _eager_gradients(self.step, (flat, *others), grad_y, grad_l1, needed)

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from twell import crossover
 from twell._files import CACHE_VARIABLE
 from twell.activations import Activation
 from twell.backends import BACKENDS
-from twell.crossover import gpu as crossover
 from twell.kernels.gpu.device import Gpu
 from twell.layer_state import LayerState
 from twell.policy import Resolution, decide, decide_backward, decide_inside, gpu

@@ -96,7 +96,7 @@ def _print_decisions(console: Console, device: str) -> None:
 
 def _limits() -> dict[str, str]:
     """The limits that automatic plans use on the current GPU."""
-    from ..crossover.gpu import cache_file, tuned_shapes
+    from ..crossover import cache_file, tuned_shapes
     from ..kernels.gpu.device import gpu_of
 
     gpu = gpu_of(torch.device("cuda"))

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import reject
-from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
-from ..crossover.gpu import Shape, store
+from ..crossover import MANY_TOKENS, PROBE_BUCKETS, Shape, remeasure, store
 from ..functional import ffn
 from ..kernels.cpu.gemm import FEW_TOKENS
 from ..kernels.cpu.gemm import remeasure as remeasure_form

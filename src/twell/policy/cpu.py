@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..crossover.cpu import MANY_TOKENS, PROBE_UNION, block_pays, row_limit
+from ..crossover import MANY_TOKENS, PROBE_UNION, block_pays, row_limit
 from ..kernels.cpu.backward import active_pairs
 from ..kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
 from ..kernels.cpu.weights import CpuSite, site_of

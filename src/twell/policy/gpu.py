@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._log import log_once
-from ..crossover.gpu import Shape, share_limit
+from ..crossover import Shape, share_limit
 from ..kernels.gpu.device import gpu_of
 from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (

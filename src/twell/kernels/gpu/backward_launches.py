@@ -26,7 +26,6 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Source, Tiled, kind_number, launch
 from .operands import Operands, element_bytes
-from .overflow import overflow_counter
 from .portable_tiles import backward_tiles
 from .sizes import backward_rounds, cdiv, planes_of, power_of_two
 from .triton.combine import combine
@@ -34,7 +33,7 @@ from .triton.products import gather_products
 from .triton.schedule import count_tokens, order_neurons, plan_rounds
 from .triton.sums import gathered_sums
 from .triton.weight_gradients import bias_sums, frequent_weights, rare_weights
-from .workspace import Part, buffer_sizes, carve
+from .workspace import Part, buffer_sizes, carve, overflow_counter
 
 # A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
 # dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to six
@@ -62,7 +61,7 @@ class Active:
 class Gradients:
     """What is wanted, allocated, else None. Weights neuron-major: select, up [H, D], down [H, E].
 
-    add: whether those of weights are added to what their tensors hold; they then have one dtype, any.
+    add: whether gradients of weights are added to what their tensors hold; they then share a dtype.
     """
 
     x: Tensor | None
@@ -153,7 +152,7 @@ class BackwardLaunches:
 
     @property
     def rows(self) -> int:
-        """Of a plane of the pool."""
+        """Rows in a plane of the pool."""
         return self.blocks * self.chunks_per_round * self.tiles.chunk
 
     def run(self) -> None:
@@ -444,7 +443,7 @@ class BackwardLaunches:
         capacity = neurons * self.limit * _CANDIDATES
         parts = (
             ((self.planes, self.rows, self.active.rows), dtype),
-            # Of each round; rows of multiples of 16 bytes.
+            # One row for each round, in multiples of 16 bytes.
             numbers(self.rounds, cdiv(blocks * 3, 4) * 4),
             numbers(self.rounds, cdiv(blocks * self.chunks_per_round * 3, 4) * 4),
             numbers(self.rounds, 4),
