@@ -332,14 +332,11 @@ class TrainingState(NamedTuple):
 
 def training_states() -> list[TrainingState]:
     """How every layer trains that automatic plans have decided about, in the order of their first steps."""
-    return [
-        TrainingState(kind_name(state.size, kind), reading.sparse, reading.share, reading.switches)
-        for _, state in sorted(_alive.items())
-        for kind, reading in state.readings().items()
-        if kind.training
-    ]
-
-
-def kind_name(size: tuple[int, int], kind: Kind) -> str:
-    neurons, features = size
-    return f"D {features}, H {neurons}, {kind.tokens:,} tokens on {kind.device}"
+    found = []
+    for _, state in sorted(_alive.items()):
+        for kind, reading in state.readings().items():
+            if kind.training:
+                neurons, features = state.size
+                layer = f"D {features}, H {neurons}, {kind.tokens:,} tokens on {kind.device}"
+                found.append(TrainingState(layer, reading.sparse, reading.share, reading.switches))
+    return found

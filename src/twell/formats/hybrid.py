@@ -10,7 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .._errors import reject, require_choice, require_matrix
+from .._errors import reject, require_choice, require_int, require_matrix
 from .base import PackedMatrix, canonical_zeros
 
 
@@ -59,8 +59,7 @@ class Hybrid(PackedMatrix):
         require_matrix("dense", dense)
         dense = dense.detach()
         require_choice("overflow", overflow, ("grow", "error"))
-        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
-            reject("cap", repr(cap), "an integer >= 0")
+        require_int("cap", cap, 0)
         tokens, columns = dense.shape
         planned = _planned_rows(backup, tokens)
 

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from .._errors import reject
+from .._errors import reject, require_text
 from .._files import write_atomically
 from . import environment
 from .timing import Timing
@@ -62,7 +62,7 @@ class _Sourced:
         fields = {field.name for field in dataclasses.fields(self)}
         for name in _TEXTS:
             if name in fields:
-                _require_text(name, getattr(self, name))
+                require_text(name, getattr(self, name))
         for name, kinds in _ENTRIES.items():
             if name in fields:
                 self._set(name, _checked_entries(name, getattr(self, name), kinds))
@@ -125,7 +125,7 @@ class Record(_Sourced):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.baseline is not None:
-            _require_text("baseline", self.baseline)
+            require_text("baseline", self.baseline)
         if (self.baseline is None) != (self.baseline_value is None):
             given = f"{self.baseline_value!r} with baseline {self.baseline!r}"
             reject("baseline_value", given, "both or neither")
@@ -298,11 +298,6 @@ def _measured(field: str, value: Any, unit: str) -> float:
     if unit in POSITIVE_UNITS and value <= 0:
         reject(field, repr(value), f"a number > 0 for unit {unit!r}")
     return float(value)
-
-
-def _require_text(field: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip():
-        reject(field, repr(value), "a non-empty string")
 
 
 def _checked_entries(field: str, entries: Any, kinds: tuple[type, ...]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import torch
 from .._log import log_once
 from ..crossover import Shape, share_limit
 from ..kernels.gpu.device import gpu_of
-from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (
     DECODE_TOKENS,
     DEFAULT_ROWS,
@@ -148,7 +147,7 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
         return 0.0, FLOAT32
     tokens = whole_blocks(args.x.shape[0])
     gated = args.gate is not None
-    if operations(args) < TRANSPOSE_OPERATIONS and not is_neuron_major(args.down):
+    if operations(args) < TRANSPOSE_OPERATIONS and not args.down.mT.is_contiguous():
         reason = (
             "`down` is not neuron-major (down.mT contiguous), and transposing it would cost more than the "
             "sparsity saves"
