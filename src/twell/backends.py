@@ -26,7 +26,7 @@ _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Site(NamedTuple):
-    """What is known of a call before it runs: everything a backend may refuse.
+    """A call, as far as known before it runs: everything a backend may refuse.
 
     tokens:    a power of two at or above the number of tokens; None where a trace leaves it open.
     training:  whether gradients will be asked for.

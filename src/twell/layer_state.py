@@ -159,9 +159,10 @@ class Kind(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What was decided for a call: its path, why, and what it goes by; order: of all outcomes.
+    """A decision for a call: its path, why, and the reading it went by.
 
-    share: of active neurons, as it was known then.
+    share:  the share of active neurons that was known then.
+    order:  counts all outcomes.
     """
 
     path: str
@@ -201,7 +202,7 @@ class LayerState:
         reading: Reading | None = None,
         share: float | None = None,
     ) -> None:
-        """What was decided; a forward begins a step, whose backward is yet to come."""
+        """Note a decision; a forward begins a step, whose backward is yet to come."""
         if phase == "forward":
             self.ran.pop("backward", None)
         self.ran[phase] = Outcome(path, reason, reading, share, next(_serial))
@@ -253,8 +254,8 @@ _IN_A_ROW = 4
 
 
 class _Entry:
-    """lookups: how often it was found; a list, since it may outlive the entry. shared: whether the state is
-    that of all temporaries."""
+    """lookups: how often it was found; a list, since it may outlive the entry. shared: whether all
+    temporaries share the state."""
 
     __slots__ = ("lookups", "shared", "state")
 
@@ -309,7 +310,7 @@ def layer_of(weight: Tensor) -> LayerState:
 
 
 def known_layer(weight: Tensor) -> LayerState | None:
-    """The same, but None where nothing is known."""
+    """The state of this weight's layer; None where nothing is known."""
     places = _by_storage.get(weight.untyped_storage()) or {}
     entry = places.get((weight.storage_offset(), weight.shape, weight.stride()))
     return None if entry is None else entry.state

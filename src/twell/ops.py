@@ -118,7 +118,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gradients(*inputs) -> tuple[Tensor, ...]:
-    """As the op returns them: empty where a gradient is not needed."""
+    """The gradients as the op returns them: empty where one is not needed."""
     grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
     _refuse_tangents([grad_y, grad_l1, *tensors])
     args = args_of(tensors, activation)
@@ -128,7 +128,7 @@ def _gradients(*inputs) -> tuple[Tensor, ...]:
 
 
 class Step(NamedTuple):
-    """What a backward knows of its forward besides tensors; decision: None where nothing could tell."""
+    """A forward as its backward knows it, besides tensors; decision: None where nothing could tell."""
 
     activation: str
     block_rows: int
@@ -165,7 +165,7 @@ def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
 
 
 def laid_out(gradients: Gradients, down: Tensor) -> Gradients:
-    """`gradients`, that of `down` laid out like `down`."""
+    """`gradients`, with the gradient of `down` laid out like `down`."""
     grad_down = gradients[2]
     if grad_down is None:
         return gradients
@@ -238,7 +238,7 @@ def gradients_of(
 
 
 def tell_flop_counters() -> None:
-    """What the ops count as, before a counter that watches meets one."""
+    """Tell running flop counters what the ops count as, before they meet one."""
     if (
         "torch.utils.flop_counter" in sys.modules
         and not torch.compiler.is_compiling()
@@ -299,7 +299,7 @@ def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_y, grad_l1, *tensors = saved
         args = args_of(tensors, ctx.activation)
         found = dense_backward(args, grad_y, grad_l1, FfnArgs(*ctx.needed, args.activation))
-        # A gradient may not depend on what is differentiated: that of `down_bias` depends on grad_y alone.
+        # A gradient may not depend on what is differentiated: `down_bias`'s depends on grad_y alone.
         pairs = [
             (gradient, weight)
             for gradient, weight in zip(found, grads, strict=True)

@@ -1,8 +1,7 @@
-"""Calls that repeat what was decided before: with few tokens, deciding costs more than computing.
+"""Prepared calls skip the decision: with few tokens, deciding costs more than computing.
 
-Everything here is counted in microseconds of the host, before every call. A prepared call computes what the
-call that was decided about computed, with the same operations on operands of the same shapes. It holds no
-tensor: a layer's state must not keep its weights alive.
+Every microsecond here delays every call. A prepared call runs the operations of the decided call again, on
+operands of the same shapes. It holds no tensor: a layer's state must not keep its weights alive.
 """
 
 from __future__ import annotations
@@ -35,26 +34,26 @@ from .problem import (
 )
 from .training_step import RepeatedStep, run_step
 
-# What `os.environ.get` looks up, which takes a microsecond for it.
+# The dictionary behind `os.environ`, whose `get` takes a microsecond.
 _environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
 _VARIABLE = os.fsencode(ENVIRONMENT_VARIABLE)
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool  # no
 
 
 def _override() -> object:
-    """What the environment variable says, as it is stored."""
+    """The environment variable's raw value."""
     return os.environ.get(ENVIRONMENT_VARIABLE) if _environment is None else _environment.get(_VARIABLE)
 
 
 def call_mode(record: bool) -> int:
-    """What calls of one shape are told apart by, besides: 0 without gradients, statistics or inference mode.
-    A model may be called both ways by turns."""
+    """Tells calls of one shape apart; 0 without gradients, statistics or inference mode. A model may be
+    called both ways by turns."""
     return torch.is_grad_enabled() + 2 * torch.is_inference_mode_enabled() + 4 * record
 
 
 class _Kinds:
-    """Checks that operands are of the kinds of those that were decided about: None, or of one type, dtype,
-    device, shape and strides, with or without gradients.
+    """Checks that operands equal the decided call's in type, dtype, device, shape, strides and
+    `requires_grad`, or are None as they were.
 
     any_strides: whether the first may have other strides.
     """
@@ -87,10 +86,10 @@ def _kind(t: Tensor) -> tuple:
 
 
 def _compiled_check(tensors: list[Tensor], free: str) -> Callable[..., bool] | None:
-    """The same in C: what guards the graphs of torch.compile. It takes a quarter of the time, and looks at
-    dispatch keys, too, so at autocast and transforms. None where this version of torch has no such thing.
+    """The check in C that guards the graphs of torch.compile. It takes a quarter of the time, and also looks
+    at dispatch keys, so at autocast and transforms. None where this version of torch has none.
 
-    free: what the first may have of its own: "nothing", "strides", or "leading" sizes as well.
+    free: what may differ in the first tensor: "nothing", "strides", or also "leading" sizes.
     """
     try:
         shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -118,7 +117,7 @@ class Decided(NamedTuple):
 
 
 class Prepared:
-    """So many more calls like one that was decided."""
+    """A number of further calls like one that was decided."""
 
     __slots__ = (
         "_activation",
@@ -154,9 +153,9 @@ class Prepared:
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
     ) -> FfnOutput | None:
-        """What this call gives if it is like the one that was decided, else None.
+        """The output if this call is like the decided one, else None.
 
-        That one passed every check with operands of the same kind, so none is repeated.
+        The decided call passed every check with operands of the same kind, so none is repeated.
         """
         if self._left <= 0 or self._has_news():
             return None
@@ -179,10 +178,10 @@ class Prepared:
     def _note(self, layer: LayerState) -> None:
         layer.ran["forward"] = self._outcome
         if len(layer.ran) > 1:
-            layer.ran.pop("backward", None)  # of a step before
+            layer.ran.pop("backward", None)  # an earlier step's
 
     def settle(self) -> None:
-        """Tell the reading how many calls were made; none is left."""
+        """Tell the reading how many calls were made, and make no more."""
         if self._reading is not None and self._calls:
             self._reading.count(self._calls - max(self._left, 0))
         self._calls = self._left = 0
@@ -206,7 +205,7 @@ class Prepared:
         )
 
     def _gradients_as_before(self, tensors: Tensors) -> bool:
-        """Recorded for a backward, a block follows other rules."""
+        """Whether autograd records as before: a recorded block follows other rules."""
         if not torch.is_grad_enabled():
             return not self._training
         return is_trained(tensors) == self._training and must_save_the_same() == self._hooked
@@ -236,7 +235,7 @@ class PreparedDense(Prepared):
         return FfnOutput(unflattened(dense_forward(args, False, self._tuned, self._reason).y, x))
 
     def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
-        """The block from as few operations as it takes; nobody differentiates it or looks."""
+        """The block in as few operations as possible; nobody differentiates or observes it."""
         note_path("dense", x, up.shape[0], reason=self._reason)
         select, lift, lower = self._products
         if gate is None:
@@ -263,7 +262,7 @@ class PreparedSparse(Prepared):
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
     ) -> FfnOutput | None:
-        # What a token waits for in every layer, so in one go.
+        # Every token waits for this in every layer, so it calls as little as possible.
         reading = self._reading
         if self._left <= 0 or (
             reading is not None and (reading.has_news or reading.version != self._version)

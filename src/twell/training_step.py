@@ -182,7 +182,7 @@ class RepeatedStep(_Once):
     def _replayed(
         self, saved: Tensors, grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
     ) -> Gradients | None:
-        """As an earlier backward of this kind was run; None where there is more to it."""
+        """The gradients, launched as an earlier backward of this kind was; None where there is more to it."""
         if grad_y is None or accumulates_in_place() or torch.is_grad_enabled():
             return None
         tensors, kept = saved[:OPERANDS], Saved(*saved[OPERANDS:])

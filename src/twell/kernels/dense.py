@@ -33,7 +33,7 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str 
 
 
 def dense_forward_keeping(args: FfnArgs, record: bool, reason: str) -> tuple[FfnOutput, DenseActivations]:
-    """The same, and the activations that `dense_backward` would otherwise compute again."""
+    """`dense_forward`, and the activations that `dense_backward` would otherwise compute again."""
     note_path("dense", args.x, args.up.shape[0], reason=reason)
     kept = _projections(args)
     return _finish(args, *kept, record), kept

@@ -43,7 +43,7 @@ _ENTRIES = {
 
 
 class _Sourced:
-    """What every record has: a name, where, when and from which code it was measured, and a line of JSON.
+    """The fields of every record: its name, and where, when and from which code it was measured.
 
     what:      slash-separated lowercase words, as "ffn_cpu/prefill/auto".
     hardware, versions, commit:  see `twell.measure.environment`.

@@ -25,7 +25,7 @@ from . import cpu, gpu
 
 
 class Resolution(NamedTuple):
-    """What a plan comes to at a site; `decide` settles path "auto" call by call."""
+    """A plan, resolved for a site; `decide` settles path "auto" call by call."""
 
     path: str
     block_rows: int
@@ -34,7 +34,7 @@ class Resolution(NamedTuple):
 
 
 def resolve(plan: Plan | None, site: Site) -> Resolution:
-    """What will run at `site`: a path and a backend that can run it.
+    """Find a path for `site`, and a backend that can run it.
 
     The environment variable TWELL_PLAN wins over `plan`, and `plan` over "auto". Where the wanted backend or
     path cannot run, dense runs, with one log line per reason.
@@ -69,7 +69,7 @@ def resolve(plan: Plan | None, site: Site) -> Resolution:
 
 
 def resolve_observed(resolution: Resolution, training: bool) -> Resolution:
-    """The same where a compiler, a dispatch mode or a tensor subclass observes the operations.
+    """Adapt `resolution` where a compiler, a dispatch mode or a tensor subclass observes the operations.
 
     An automatic plan trains dense there: the observer sees the whole block (a compiler fuses it) and the
     backward computes nothing twice, which beats an op that may turn out dense inside.

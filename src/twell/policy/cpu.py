@@ -102,7 +102,7 @@ class MeasuredChunks:
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call."""
+    """Decide a call with an automatic plan."""
     site = site_of(args)
     reason = why_never(site)
     if reason is None:
@@ -112,7 +112,7 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
-    """What an automatic plan does with a training step, from a look at a few tokens.
+    """Decide a training step with an automatic plan, from a look at a few tokens.
 
     A checkpoint that computes the step again gets the same answer, so `hooked` does not matter.
     """

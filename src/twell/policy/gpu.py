@@ -42,7 +42,7 @@ _READ = "a reading: now and then a call measures how active the layer is"
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call. The first of a kind runs sparse to be read, if that may pay;
+    """Decide a call with an automatic plan. The first of a kind runs sparse to be read, if that may pay;
     later readings ride along with whatever runs."""
     reason = why_out_of_reach(args, training=False)
     limit = 0.0
@@ -77,7 +77,7 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
-    """What an automatic plan does with a training step; counts it.
+    """Decide a training step with an automatic plan, and count it.
 
     hooked: whether hooks see what the step saves. A checkpoint computes the step again and wants the same
     saved: "auto" then decides inside, where either path saves the same.

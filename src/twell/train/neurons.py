@@ -73,7 +73,7 @@ class FiringTracker:
         self.silent.split(self.layer_sizes)[layer][neurons] = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same on every process, after `finish_step`."""
+        """Equal on every process, after `finish_step`."""
         return {"silent": self.silent.cpu(), "window": self._window.cpu(), "seen": self._seen.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

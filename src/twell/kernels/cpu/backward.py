@@ -59,7 +59,7 @@ def cpu_backward(
 
 
 def _sparse_backward(args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs) -> Gradients:
-    """The same on the active pairs, however many. float32 or float64; bias gradients come in float64."""
+    """`dense_backward` on the active pairs, in float32 or float64; bias gradients come in float64."""
     tokens = args.x.shape[0]
     neuron_major = args.down.mT.is_contiguous()
     grad_y = grad_y.contiguous()

@@ -57,7 +57,7 @@ def cpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
 
 
 def cpu_train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
-    """The same, and nothing saved: the backward finds the active pairs by itself."""
+    """`cpu_forward`, with nothing saved: the backward finds the active pairs by itself."""
     empty = (torch.empty(0, dtype=torch.int32, device=args.x.device) for _ in range(2))
     return cpu_forward(args, decision, record), Saved(*empty)
 
@@ -83,7 +83,7 @@ def _chunks(x: Tensor, path: str, decision: Decision, weights: WeightViews, stat
         stop = tokens if path == "dense" else min(start + chunk, tokens)
         y, ran = _finish_chunk(x[start:stop], path, decision, weights, stats)
         if ran == "dense":
-            path = "dense"  # for the remaining tokens, too
+            path = "dense"  # also for the remaining tokens
         outputs.append(y)
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -75,7 +75,8 @@ def _allocated(tensors: tuple[Tensor | None, ...], needed: FfnArgs) -> Gradients
 def _in_order(
     gradients: Gradients, down: Tensor | None, summed: Tensor | None, gated: bool
 ) -> tuple[Tensor | None, ...]:
-    """As callers want them. down: the gradient of `down`, [E, H]; summed: grad_y if `down_bias` has one."""
+    """In the order of the operands. down: the gradient of `down`, [E, H]; summed: grad_y if `down_bias` has a
+    gradient."""
     selects = gradients.select, gradients.select_bias
     ups = (gradients.up, gradients.up_bias) if gated else selects
     gate, gate_bias = selects if gated else (None, None)

@@ -6,13 +6,13 @@
     combine           hidden activations and gradients of pre-activations and up values
     gathered_sums     grad_x
     frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
-    rare_weights      of the others: token by token
+    rare_weights      gradients of the other weights: token by token
 
 With few tokens, or where more than a third of the neurons is expected to be active, the pool has room for all
 neurons in all blocks, and there is one round. Else it has room for a third of them. Whatever is listed goes
-into round 0 if it is less than that; else three rounds take a third of the neurons each. Which it is is
-decided on the device: all rounds are always launched, and later ones usually find nothing to do. They take
-all their neurons for frequent, which needs fewer launches.
+into round 0 if it is less than that; else three rounds take a third of the neurons each. The device decides
+which: all rounds are always launched, and later ones usually find nothing to do. They take all their neurons
+for frequent, which needs fewer launches.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Active:
 
 @dataclass
 class Gradients:
-    """What is wanted, allocated, else None. Weights neuron-major: select, up [H, D], down [H, E].
+    """The wanted gradients, allocated; the others None. Weights neuron-major: select, up [H, D], down [H, E].
 
     add: whether gradients of weights are added to what their tensors hold; they then share a dtype.
     """

@@ -17,12 +17,12 @@ from .workspace import Piece
 
 WORKSPACE_BYTES = 2 << 30
 _LARGEST_CHUNK = 256  # hidden rows come in whole chunks of up
-_BLOCKS, _NEURONS = 8, 32  # of one program of the statistics
+_BLOCKS, _NEURONS = 8, 32  # that one program gathers statistics of
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """What a call leaves: y [M, E], the statistics if asked for, and which neurons were active.
+    """The results of a call: y [M, E], the statistics if asked for, and which neurons were active.
 
     lists int32 [B * H and a chunk more]: block b's active neurons, ascending, from b * H; counts int32 [B].
     Unless `keep` was asked for there are no lists, and counts of the last slab only, in the workspace.
@@ -81,7 +81,7 @@ def blocks_kind(operands: Operands, rows: int, record: bool, keep: bool) -> tupl
 
 
 def tokens_to_play(operands: Operands, rows: int) -> int | None:
-    """What a tape is told; None for several slabs, which have numbers of tokens of their own."""
+    """The number of tokens to play a tape with; None for several slabs, which have their own numbers."""
     return operands.tokens if _slab_tokens(operands, rows or DEFAULT_ROWS) >= operands.tokens else None
 
 
