@@ -144,9 +144,7 @@ _TABLE = (
         refusal=_cpu_refusal,
         forward=cpu_forward,
         training=Training(
-            forward=cpu_train_forward,
-            backward=cpu_backward,
-            sizes=lambda tokens, neurons, block_rows: (0, 0),
+            forward=cpu_train_forward, backward=cpu_backward, sizes=lambda tokens, neurons, block_rows: (0, 0)
         ),
     ),
     Backend(

@@ -21,15 +21,7 @@ from .train.checkpoints import find_model
 from .train.data.tokenizer import Encoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PAPER_TASKS = (
-    "arc_easy",
-    "arc_challenge",
-    "hellaswag",
-    "openbookqa",
-    "piqa",
-    "winogrande",
-    "commonsense_qa",
-)
+PAPER_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande", "commonsense_qa")
 
 
 def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:

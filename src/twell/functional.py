@@ -152,11 +152,7 @@ def _layer_of(tensors: Tensors) -> LayerState | None:
 
 
 def _repeated(
-    tensors: Tensors,
-    activation: str | Activation,
-    plan: Plan | None,
-    record: bool,
-    layer: LayerState,
+    tensors: Tensors, activation: str | Activation, plan: Plan | None, record: bool, layer: LayerState
 ) -> FfnOutput | None:
     """The output, if this call repeats one that was decided before, else None."""
     x, output = tensors[0], None

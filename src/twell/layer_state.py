@@ -195,12 +195,7 @@ class LayerState:
         _alive[next(_serial)] = self
 
     def note(
-        self,
-        phase: str,
-        path: str,
-        reason: str,
-        reading: Reading | None = None,
-        share: float | None = None,
+        self, phase: str, path: str, reason: str, reading: Reading | None = None, share: float | None = None
     ) -> None:
         """Note a decision; a forward begins a step, whose backward is yet to come."""
         if phase == "forward":

@@ -136,6 +136,23 @@ class Step(NamedTuple):
     decision: Decision | None
 
 
+class BackwardCall(NamedTuple):
+    """What autograd hands to a backward.
+
+    saved:   operands, lists and counts.
+    needed:  which operands get a gradient.
+    """
+
+    saved: Sequence[Tensor | None]
+    grad_y: Tensor | None
+    grad_l1: Tensor | None
+    needed: list[bool]
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        return *self.saved, self.grad_y, self.grad_l1
+
+
 def _backward(
     step: Step,
     args: FfnArgs,
@@ -217,24 +234,18 @@ def _differentiate(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -
         args = args_of(saved, ctx.activation)
         return *dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation)), *no_plan
     step = Step(ctx.activation, ctx.block_rows, ctx.backend, getattr(saved[-2], "_twell_decision", None))
-    return *gradients_of(step, saved, grad_y, grad_l1, needed), *no_plan
+    return *gradients_of(step, BackwardCall(saved, grad_y, grad_l1, needed)), *no_plan
 
 
-def gradients_of(
-    step: Step,
-    saved: Sequence[Tensor | None],
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    needed: list[bool],
-) -> Gradients:
-    """Gradients of the operands; saved: operands, lists and counts."""
-    into = existing(step, [*saved, grad_y, grad_l1], needed)
+def gradients_of(step: Step, call: BackwardCall) -> Gradients:
+    """The operands' gradients, from the op unless they are added to existing ones."""
+    into = existing(step, call)
     if into is not None:
-        return without_the_op(step, saved, grad_y, grad_l1, needed, into)
+        return without_the_op(step, call, into)
     tell_flop_counters()
     plan = step.activation, step.block_rows, step.backend
-    found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    found = backward_op(call.grad_y, call.grad_l1, *call.saved, *plan, call.needed)
+    return tuple(gradient if wanted else None for gradient, wanted in zip(found, call.needed, strict=True))
 
 
 def tell_flop_counters() -> None:
@@ -249,13 +260,13 @@ def tell_flop_counters() -> None:
         tell_active_counters()
 
 
-def existing(step: Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:
+def existing(step: Step, call: BackwardCall) -> Existing | None:
     """Gradients to add to, if that is asked for, the backend can, and nobody looks for the op."""
     training = get_backend(step.backend).training
-    if training is None or not training.adds or not only_values_matter(saved):
+    if training is None or not training.adds or not only_values_matter(call.tensors):
         return None
-    args = args_of(saved[:OPERANDS], step.activation)
-    return existing_gradients(args, FfnArgs(*needed, None))
+    args = args_of(call.saved[:OPERANDS], step.activation)
+    return existing_gradients(args, FfnArgs(*call.needed, None))
 
 
 def only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
@@ -267,16 +278,9 @@ def only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
     )
 
 
-def without_the_op(
-    step: Step,
-    saved: Sequence[Tensor | None],
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    needed: list[bool],
-    *into: Existing,
-) -> Gradients:
+def without_the_op(step: Step, call: BackwardCall, *into: Existing) -> Gradients:
     """The backward without the op, which must not change what it is given."""
-    *tensors, lists, counts = saved
+    (*tensors, lists, counts), grad_y, grad_l1, needed = call
     _refuse_tangents([grad_y, grad_l1, *tensors])
     args = args_of(tensors, step.activation)
     return _backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None), *into)

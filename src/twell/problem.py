@@ -160,12 +160,7 @@ class StepRepeat(Protocol):
         """The output of (x [..., D], up, ...), and what to save; None where it has to be run in full."""
 
     def backward(
-        self,
-        tensors: Tensors,
-        saved: Saved,
-        grad_y: Tensor,
-        grad_l1: Tensor | None,
-        needed: FfnArgs,
+        self, tensors: Tensors, saved: Saved, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
     ) -> Gradients | None:
         """The gradients of all operands; grad_y [..., E]."""
 

@@ -22,6 +22,7 @@ from .backends import get_backend
 from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
 from .ops import (
     OPERANDS,
+    BackwardCall,
     Step,
     existing,
     gradients_of,
@@ -65,7 +66,7 @@ class _Step(torch.autograd.Function):
         if not any(needed):
             return None, *(None,) * OPERANDS
         saved = ctx.saved_tensors  # once: checkpoints hand them out once
-        return None, *ctx.way.gradients(saved, grad_y, grad_l1, needed)
+        return None, *ctx.way.gradients(BackwardCall(saved, grad_y, grad_l1, needed))
 
 
 class _Once:
@@ -89,15 +90,13 @@ class _Once:
         saved.lists._twell_decision = self.decision
         return output, saved
 
-    def gradients(
-        self, saved: Tensors, grad_y: Tensor | None, grad_l1: Tensor | None, needed: list[bool]
-    ) -> Gradients:
-        """The operands' gradients; saved: the operands, and what `forward` gave."""
+    def gradients(self, call: BackwardCall) -> Gradients:
+        """The operands' gradients; call.saved: the operands, and what `forward` gave."""
         step = self.step
         if self._open:
             # Unknown hooks may have computed it again, decided otherwise: its tensors know, or nobody.
-            step = step._replace(decision=getattr(saved[-2], "_twell_decision", None))
-        return _eager_gradients(step, saved, grad_y, grad_l1, needed)
+            step = step._replace(decision=getattr(call.saved[-2], "_twell_decision", None))
+        return _eager_gradients(step, call)
 
     def _decide(self, args: FfnArgs) -> None:
         path, rows, backend, layer = *self.decision[:3], self.decision.layer
@@ -125,21 +124,20 @@ class _Checkpointed(_Once):
             kept = DenseActivations(stand_in, None if args.gate is None else stand_in)
         return output, (*saved, *kept)
 
-    def gradients(
-        self, saved: Tensors, grad_y: Tensor | None, grad_l1: Tensor | None, needed: list[bool]
-    ) -> Gradients:
-        *saved, pre, up = saved
+    def gradients(self, call: BackwardCall) -> Gradients:
+        *saved, pre, up = call.saved
         ran_dense = _is_stand_in(saved[-2])
         if ran_dense == _is_stand_in(pre):
             raise RuntimeError("a checkpoint handed back copies of what a sparse training step saved")
         if not ran_dense:
             step = self.step._replace(decision=self.decision._replace(path="block"))
-            return _eager_gradients(step, saved, grad_y, grad_l1, needed)
+            return _eager_gradients(step, call._replace(saved=saved))
         args = FfnArgs(*saved[:OPERANDS], self.activation)
         # Second derivatives need the operands, which are connected to whatever they came from.
         kept = None if torch.is_grad_enabled() else DenseActivations(pre, up)
         note_path("dense", args.x, args.up.shape[0], "backward", "as its forward")
-        return laid_out(dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, None), kept), args.down)
+        needed = FfnArgs(*call.needed, None)
+        return laid_out(dense_backward(args, call.grad_y, call.grad_l1, needed, kept), args.down)
 
 
 Holds = Callable[[Tensors], bool]
@@ -166,31 +164,29 @@ class RepeatedStep(_Once):
         output, saved = train(args, self.decision, self.record)
         return output._replace(y=unflattened(output.y, x)), saved
 
-    def gradients(
-        self, saved: Tensors, grad_y: Tensor | None, grad_l1: Tensor | None, needed: list[bool]
-    ) -> Gradients:
-        found = self._replayed(saved, grad_y, grad_l1, FfnArgs(*needed, None))
+    def gradients(self, call: BackwardCall) -> Gradients:
+        found = self._replayed(call)
         if found is not None:
             return found
-        x, *others = saved
+        (x, *others), grad_y, *_ = call
         flat = flattened(x)
         if grad_y is not None:
             grad_y = grad_y.reshape(flat.shape[0], -1)
-        grad_x, *found = _eager_gradients(self.step, (flat, *others), grad_y, grad_l1, needed)
+        grad_x, *found = _eager_gradients(self.step, call._replace(saved=(flat, *others), grad_y=grad_y))
         return None if grad_x is None else grad_x.view(x.shape), *found
 
-    def _replayed(
-        self, saved: Tensors, grad_y: Tensor | None, grad_l1: Tensor | None, needed: FfnArgs
-    ) -> Gradients | None:
+    def _replayed(self, call: BackwardCall) -> Gradients | None:
         """The gradients, launched as an earlier backward of this kind was; None where there is more to it."""
+        saved, grad_y, grad_l1, needed = call
         if grad_y is None or accumulates_in_place() or torch.is_grad_enabled():
             return None
         tensors, kept = saved[:OPERANDS], Saved(*saved[OPERANDS:])
         # Weights may have been laid out in another way since, and hooks may hand back anything.
-        if not only_values_matter((*saved, grad_y, grad_l1)) or not self._holds(tensors):
+        if not only_values_matter(call.tensors) or not self._holds(tensors):
             return None
-        found, decision = self._repeat.backward(tensors, kept, grad_y, grad_l1, needed), self.decision
+        found = self._repeat.backward(tensors, kept, grad_y, grad_l1, FfnArgs(*needed, None))
         if found is not None:
+            decision = self.decision
             decision.layer.note("backward", decision.path, decision.reason, decision.reading)
             note_path(decision.path, saved[0], saved[1].shape[0], "backward", decision.reason)
         return found
@@ -205,21 +201,14 @@ def _is_stand_in(tensor: Tensor) -> bool:
     return tensor.stride(-1) == 0
 
 
-def _eager_gradients(
-    step: Step,
-    saved: Sequence[Tensor | None],
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    needed: list[bool],
-) -> Gradients:
+def _eager_gradients(step: Step, call: BackwardCall) -> Gradients:
     """Through the op only where somebody differentiates this, transforms it, or looks."""
-    if torch.is_grad_enabled() or not only_values_matter((*saved, grad_y, grad_l1)):
+    if torch.is_grad_enabled() or not only_values_matter(call.tensors):
         if step.decision is not None:
-            saved[-2]._twell_decision = step.decision
-        return gradients_of(step, saved, grad_y, grad_l1, needed)
-    into = existing(step, [*saved, grad_y, grad_l1], needed)
-    more = () if into is None else (into,)
-    return without_the_op(step, saved, grad_y, grad_l1, needed, *more)
+            call.saved[-2]._twell_decision = step.decision
+        return gradients_of(step, call)
+    into = existing(step, call)
+    return without_the_op(step, call, *(() if into is None else (into,)))
 
 
 def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:

@@ -10,14 +10,7 @@ from .._errors import reject
 
 
 def run_generate(
-    *,
-    model: str,
-    prompt: str,
-    tokens: int | None,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    dtype: str,
+    *, model: str, prompt: str, tokens: int | None, temperature: float, top_p: float, seed: int, dtype: str
 ) -> None:
     from ..train.checkpoints import find_model
 

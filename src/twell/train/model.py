@@ -39,14 +39,7 @@ _ACCEPTED = f"a model of type {' or '.join(ARCHITECTURES)}, dense or one of ours
 _OPTIMISER_SHARDS = "ACCELERATE_USE_FSDP"
 
 
-def build_model(
-    config: ModelConfig,
-    *,
-    vocab_size: int,
-    eos_token_id: int,
-    l1: float,
-    eager: bool = False,
-):
+def build_model(config: ModelConfig, *, vocab_size: int, eos_token_id: int, l1: float, eager: bool = False):
     """The model, on the CPU in float32. Draws new weights from torch's global generator.
 
     vocab_size:  size of the tokenizer; a checkpoint may have a larger one.
@@ -77,10 +70,7 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
     if config.dense:
         return _DENSE[config.architecture](**shared, hidden_act=config.activation)
     return _SPARSE[config.architecture](
-        **shared,
-        sparsity_l1_coeff=l1,
-        sparsity_gated_mlp=config.gated,
-        sparsity_activation=config.activation,
+        **shared, sparsity_l1_coeff=l1, sparsity_gated_mlp=config.gated, sparsity_activation=config.activation
     )
 
 

@@ -154,11 +154,7 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     micro = train.micro_batch or max(train.batch // world, 1)
     if train.batch % (micro * world):
-        reject(
-            "train.batch",
-            train.batch,
-            f"a multiple of micro_batch x processes = {micro} x {world}",
-        )
+        reject("train.batch", train.batch, f"a multiple of micro_batch x processes = {micro} x {world}")
     decay = {"lr_scheduler_type": "cosine"}
     if train.final_lr:
         decay = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": train.final_lr}}

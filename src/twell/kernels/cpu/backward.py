@@ -25,12 +25,7 @@ CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chu
 
 
 def cpu_backward(
-    args: FfnArgs,
-    saved: Saved,
-    decision: Decision,
-    grad_y: Tensor,
-    grad_l1: Tensor | None,
-    needed: FfnArgs,
+    args: FfnArgs, saved: Saved, decision: Decision, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
 ) -> Gradients:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias), as `dense_backward` defines them.
 

@@ -166,12 +166,7 @@ def finish_single_row(
 
 
 def finish_row(
-    x: Tensor,
-    activated: Tensor,
-    active: Tensor,
-    count: int,
-    weights: WeightViews,
-    stats: Stats | None,
+    x: Tensor, activated: Tensor, active: Tensor, count: int, weights: WeightViews, stats: Stats | None
 ) -> Tensor:
     pattern = RowPattern.of(active, count)
     hidden = activated.view(-1).index_select(0, pattern.flat).to(weights.wide_dtype)
@@ -187,12 +182,7 @@ def finish_row(
 
 
 def finish_block(
-    x: Tensor,
-    activated: Tensor,
-    active: Tensor,
-    block_rows: int,
-    weights: WeightViews,
-    stats: Stats | None,
+    x: Tensor, activated: Tensor, active: Tensor, block_rows: int, weights: WeightViews, stats: Stats | None
 ) -> Tensor:
     wide = weights.wide_dtype
     outputs = []

@@ -98,12 +98,7 @@ class GpuStepRepeat:
         return FfnOutput(y, statistics.l1(self._tokens), statistics.firing), saved
 
     def backward(
-        self,
-        tensors: Tensors,
-        saved: Saved,
-        grad_y: Tensor,
-        grad_l1: Tensor | None,
-        needed: FfnArgs,
+        self, tensors: Tensors, saved: Saved, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
     ) -> Gradients | None:
         if not is_current(self._device) or not grad_y.is_contiguous():
             return None
