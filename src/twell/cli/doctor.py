@@ -112,15 +112,7 @@ _EXAMPLE = {"cpu": (1024, 4096, torch.float32), "cuda": (2048, 5632, torch.bfloa
 def _example_site(device_type: str, tokens: int = 2048) -> Site:
     """A typical inference call, to ask backends about."""
     hidden, neurons, dtype = _EXAMPLE[device_type]
-    return Site(
-        device_type=device_type,
-        dtype=dtype,
-        tokens=tokens,
-        hidden=hidden,
-        neurons=neurons,
-        gated=True,
-        training=False,
-    )
+    return Site(device_type, dtype, tokens, hidden, neurons, gated=True, training=False)
 
 
 def _print_pairs(console: Console, title: str, pairs: dict) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -102,13 +101,6 @@ class Hybrid(PackedMatrix):
             cap=cap,
         )
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return dataclasses.replace(self, values=self.values.to(dtype), backup=self.backup.to(dtype))
-
     def heavy_rows(self) -> int:
         """Rows held by the backup. Synchronises with the device."""
         return int((self.backup_rows >= 0).sum())
@@ -177,13 +169,6 @@ class HybridTransposed(PackedMatrix):
     backup_rows: Tensor
     shape: tuple[int, int]
     _axes: ClassVar[tuple[str, str]] = ("H", "M")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return dataclasses.replace(self, values=self.values.to(dtype), backup=self.backup.to(dtype))
 
     def unpack(self) -> Tensor:
         """dtype [H, M]. Synchronises with the device."""
