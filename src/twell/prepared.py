@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from ._log import note_path, paths_are_recorded
 from ._observers import must_save_the_same
 from .activations import Activation
-from .kernels.dense import dense_forward, products_for
+from .kernels.dense import dense_forward, in_place, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
@@ -28,6 +28,7 @@ from .problem import (
     Repeat,
     StepRepeat,
     Tensors,
+    are_plain,
     flattened,
     is_trained,
     unflattened,
@@ -225,25 +226,16 @@ class PreparedDense(Prepared):
         self._tuned = is_automatic(decided.plan)
         # None where more than values may matter.
         args = FfnArgs(*decided.tensors, decided.activation)
-        self._products = None if self._training else products_for(args, self._tuned)
+        only_values = not self._training and are_plain(decided.tensors)
+        self._products = products_for(args, self._tuned) if only_values else None
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         x = tensors[0]
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
-            return FfnOutput(self._values(*tensors))
+            note_path("dense", x, tensors[1].shape[0], reason=self._reason)
+            return FfnOutput(in_place(self._products, self._activation, tensors))
         args = FfnArgs(flattened(x), *tensors[1:], self._activation)
         return FfnOutput(unflattened(dense_forward(args, False, self._tuned, self._reason).y, x))
-
-    def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
-        """The block in as few operations as possible; nobody differentiates or observes it."""
-        note_path("dense", x, up.shape[0], reason=self._reason)
-        select, lift, lower = self._products
-        if gate is None:
-            hidden = self._activation.apply_(lift(x, up, up_bias))
-        else:
-            hidden = self._activation.apply_(select(x, gate, gate_bias))
-            hidden.mul_(lift(x, up, up_bias))
-        return lower(hidden, down, down_bias)
 
 
 class PreparedSparse(Prepared):
