@@ -203,7 +203,7 @@ class LayerState:
         self.ran[phase] = Outcome(path, reason, reading, share, next(_serial))
 
     def reading(self, weight: Tensor, tokens: int, training: bool) -> Reading:
-        """The reading for calls with so many tokens; weight: the one that selects neurons, [H, D]."""
+        """The reading for calls with this many tokens; weight: the one that selects neurons, [H, D]."""
         kind = Kind(training, weight.device, 1 << max(tokens - 1, 0).bit_length())
         found = self._readings.get(kind)
         if found is None:

@@ -35,7 +35,7 @@ from .triton.sums import gathered_sums
 from .triton.weight_gradients import bias_sums, frequent_weights, rare_weights
 from .workspace import Part, buffer_sizes, carve, overflow_counter
 
-# A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
+# A neuron that fires for fewer than one token in RARE is rare: its tokens one by one cost less than a
 # dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to six
 # times as often is a matter of what fills the device; see `order_neurons`.
 RARE = 256
@@ -439,7 +439,7 @@ class BackwardLaunches:
         dtype = self.operands.x.dtype
         # Places, and two counters for every round, 16 bytes apart: all zeros before the first kernel.
         cleared = numbers(blocks * neurons), numbers(2 * self.rounds, 4)
-        # Rare neurons fire for at most so many tokens each.
+        # The most tokens that all rare neurons fire for together.
         capacity = neurons * self.limit * _CANDIDATES
         parts = (
             ((self.planes, self.rows, self.active.rows), dtype),

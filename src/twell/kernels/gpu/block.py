@@ -73,7 +73,7 @@ def run_blocks(
 
 
 def blocks_kind(operands: Operands, rows: int, record: bool, keep: bool) -> tuple:
-    """The kind of a tape: one for all numbers of tokens with so many blocks, as long as there is one slab."""
+    """The kind of a tape: one for all numbers of tokens with as many blocks, as long as there is one slab."""
     rows = rows or DEFAULT_ROWS
     tokens = tokens_to_play(operands, rows)
     count = operands.tokens if tokens is None else (cdiv(tokens, rows),)

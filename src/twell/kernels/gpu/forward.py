@@ -136,7 +136,7 @@ def gpu_repeat(args: FfnArgs, decision: Decision) -> GpuRepeat | None:
     else:
         path, kind = "block", blocks_kind(operands, rows, record=False, keep=False)
         told = tokens_to_play(operands, rows) is not None
-        # Numbers of tokens in a bucket have the same blocks, if those are of the usual size.
+        # Numbers of tokens in a bucket have the same blocks, if blocks have the usual size.
         only = None if told and rows in (0, DEFAULT_ROWS) else tokens
     tape = decision.layer.tapes.get(kind)
     return None if tape is None else GpuRepeat(tape, args, path, told, only)

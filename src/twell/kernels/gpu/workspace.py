@@ -1,4 +1,4 @@
-"""Memory of the kernels: what those of a call hand to each other, cut from one allocation, and a counter."""
+"""The kernels' memory: what they hand to each other in a call, cut from one allocation, and a counter."""
 
 from __future__ import annotations
 
