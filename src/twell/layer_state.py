@@ -40,20 +40,6 @@ class Reading:
     switches:  how often that has changed.
     """
 
-    __slots__ = (
-        "_arriving",
-        "_calls",
-        "_host",
-        "_next",
-        "_pace",
-        "_share",
-        "_slots",
-        "ran",
-        "sparse",
-        "switches",
-        "version",
-    )
-
     def __init__(self, pace: float = 1.0) -> None:
         self._pace = pace
         self._share: float | None = None
@@ -183,8 +169,6 @@ class LayerState:
     size:      neurons and features, once known.
     """
 
-    __slots__ = ("__weakref__", "_readings", "buckets", "prepared", "ran", "size", "tapes")
-
     def __init__(self) -> None:
         self._readings: dict[Kind, Reading] = {}
         self.prepared: dict[Hashable, Any] = {}
@@ -251,8 +235,6 @@ _IN_A_ROW = 4
 class _Entry:
     """lookups: how often it was found; a list, since it may outlive the entry. shared: whether all
     temporaries share the state."""
-
-    __slots__ = ("lookups", "shared", "state")
 
     def __init__(self, state: LayerState, shared: bool) -> None:
         self.state, self.shared, self.lookups = state, shared, [0]

@@ -59,8 +59,6 @@ class _Kinds:
     any_strides: whether the first may have other strides.
     """
 
-    __slots__ = ("_any_strides", "_check", "_kinds", "_types")
-
     def __init__(self, tensors: Tensors, any_strides: bool = False) -> None:
         self._types, self._any_strides = [type(t) for t in tensors], any_strides
         self._kinds = self._of(tensors)
@@ -119,24 +117,6 @@ class Decided(NamedTuple):
 
 class Prepared:
     """A number of further calls like one that was decided."""
-
-    __slots__ = (
-        "_activation",
-        "_calls",
-        "_device_type",
-        "_hooked",
-        "_left",
-        "_operands",
-        "_outcome",
-        "_override",
-        "_plan",
-        "_reading",
-        "_reason",
-        "_spec",
-        "_threads",
-        "_training",
-        "_version",
-    )
 
     def __init__(self, decided: Decided, operands: _Kinds) -> None:
         tensors, activation, plan, decision = decided
@@ -219,8 +199,6 @@ class Prepared:
 class PreparedDense(Prepared):
     """Calls that run dense, as PyTorch computes them."""
 
-    __slots__ = ("_products", "_tuned")
-
     def __init__(self, decided: Decided) -> None:
         super().__init__(decided, _Kinds(decided.tensors, any_strides=True))
         self._tuned = is_automatic(decided.plan)
@@ -240,8 +218,6 @@ class PreparedDense(Prepared):
 
 class PreparedSparse(Prepared):
     """Calls that launch what was launched before, for any number of tokens in the same `bucket`."""
-
-    __slots__ = ("_check", "_repeat", "_x")
 
     def __init__(self, decided: Decided, repeat: Repeat) -> None:
         tensors = decided.tensors
@@ -309,8 +285,6 @@ def bucket_of(x: Tensor) -> tuple[int, int] | None:
 
 class PreparedStep(Prepared):
     """Training steps that launch what was launched before."""
-
-    __slots__ = ("_decision", "_record", "_repeat")
 
     def __init__(self, decided: Decided, repeat: StepRepeat, record: bool) -> None:
         super().__init__(decided, _Kinds(decided.tensors))
