@@ -155,7 +155,6 @@ def test_transforms():
 def test_the_last_call_counts(monkeypatch):
     """A dense one that is prepared, after a sparse one of another shape; inference after training."""
     monkeypatch.setattr(policy.cpu, "sparse_can_pay", lambda site: site.tokens > 8)
-    monkeypatch.setattr("twell.policy.resolution.sparse_can_pay", lambda site: site.tokens > 8)
     monkeypatch.setattr(policy.cpu, "row_limit", lambda site: 1.0)
     mlp = SparseMLP(16, 32).requires_grad_(False)
     few, many = torch.randn(3, 16), torch.randn(20, 16)

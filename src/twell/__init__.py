@@ -19,7 +19,7 @@ from .activations import Activation, fatrelu
 from .explanation import ExplainedLayer, Explanation, explain
 from .formats import BlockTwELL, Hybrid, HybridTransposed, TwELL
 from .functional import FfnStats, ffn, ffn_with_stats
-from .kernels.gpu.overflow import overflowed_steps
+from .kernels.gpu.workspace import overflowed_steps
 from .layer_state import TrainingState, training_states
 from .nn import SparseMLP
 from .plan import Plan

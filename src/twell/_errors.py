@@ -38,10 +38,20 @@ def require_matrix(argument: str, value: Any) -> None:
         reject(argument, f"dtype {value.dtype}", ", ".join(map(str, FLOAT_DTYPES)))
 
 
+def require_int(argument: str, value: Any, least: int, note: str = "") -> None:
+    """`value` must be an int of at least `least` (bools are refused); note: what to add to the error."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        reject(argument, repr(value), f"an integer >= {least}{note}")
+
+
 def require_positive_int(argument: str, value: Any) -> None:
-    """`value` must be an int of at least 1 (bools are refused)."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        reject(argument, repr(value), "an integer >= 1")
+    require_int(argument, value, 1)
+
+
+def require_text(argument: str, value: Any, accepted: str = "a non-empty string") -> None:
+    """`value` must be a string that is not blank."""
+    if not isinstance(value, str) or not value.strip():
+        reject(argument, repr(value), accepted)
 
 
 def require_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:

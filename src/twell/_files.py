@@ -301,11 +301,7 @@ class DamagedError(ValueError):
 
 
 def open_or_build(
-    folder: Path,
-    opened: Callable[[Path], Opened],
-    build: Callable[[Path], None],
-    *,
-    advice: str = "",
+    folder: Path, opened: Callable[[Path], Opened], build: Callable[[Path], None], *, advice: str = ""
 ) -> Opened:
     """Open `folder`; build it first if it is missing or damaged. One process builds, others wait for it.
 

@@ -29,7 +29,7 @@ _NOTHING_HELPS = "nothing helps"
 _TRIAL_SECONDS = 120
 _CPUINFO = "/proc/cpuinfo"
 
-# What stock models do in 16 bits: matrix products with a bias, of one token and of many.
+# What stock models do in 16 bits: matrix products with a bias, for one token and for many.
 _TRIAL = """
 import torch
 print("begun", flush=True)

@@ -5,13 +5,13 @@ Whether sparse pays is for `policy` to decide.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ._errors import reject
 from .kernels.cpu.backward import cpu_backward
@@ -19,15 +19,14 @@ from .kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.cpu.forward import cpu_forward, cpu_train_forward
 from .kernels.dense import dense_forward
 from .kernels.gpu.sizes import list_sizes
-from .problem import Decision, FfnArgs, FfnOutput, Gradients, Saved, StepRepeat
+from .problem import Decision, FfnArgs, FfnOutput, Gradients, Repeat, Saved, StepRepeat
 
 PATHS = ("auto", "dense", "row", "block")
 _GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
-    """What is known of a call before it runs: everything a backend may refuse.
+class Site(NamedTuple):
+    """A call, as far as known before it runs: everything a backend may refuse.
 
     tokens:    a power of two at or above the number of tokens; None where a trace leaves it open.
     training:  whether gradients will be asked for.
@@ -40,15 +39,6 @@ class Site:
     neurons: int
     gated: bool
     training: bool
-
-
-class Repeat(Protocol):
-    """Runs a call again. path: what ran, as `recorded_paths` names it."""
-
-    path: str
-
-    def __call__(self, *tensors: Tensor | None) -> Tensor | None:
-        """y [..., E] of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias); None: run it in full."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,37 +121,13 @@ def _gpu_refusal(site: Site) -> str | None:
     return None
 
 
-# The GPU's functions import its kernels with the first call: Triton takes half a second, and may be missing.
+def _from_gpu(module: str, name: str) -> Callable[..., Any]:
+    """A function of `kernels.gpu`, imported when it is called: Triton takes half a second, or is missing."""
 
+    def run(*arguments: Any) -> Any:
+        return getattr(importlib.import_module(f".kernels.gpu.{module}", __package__), name)(*arguments)
 
-def _gpu_forward(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
-    from .kernels.gpu.forward import gpu_forward
-
-    return gpu_forward(args, decision, record)
-
-
-def _gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
-    from .kernels.gpu.forward import gpu_repeat
-
-    return gpu_repeat(args, decision)
-
-
-def _gpu_train_forward(args: FfnArgs, decision: Decision, record: bool) -> tuple[FfnOutput, Saved]:
-    from .kernels.gpu.training import train_forward
-
-    return train_forward(args, decision, record)
-
-
-def _gpu_step_repeat(args: FfnArgs, decision: Decision, record: bool) -> StepRepeat | None:
-    from .kernels.gpu.training import gpu_step_repeat
-
-    return gpu_step_repeat(args, decision, record)
-
-
-def _gpu_train_backward(*arguments) -> Gradients:
-    from .kernels.gpu.training import train_backward
-
-    return train_backward(*arguments)
+    return run
 
 
 _TABLE = (
@@ -178,9 +144,7 @@ _TABLE = (
         refusal=_cpu_refusal,
         forward=cpu_forward,
         training=Training(
-            forward=cpu_train_forward,
-            backward=cpu_backward,
-            sizes=lambda tokens, neurons, block_rows: (0, 0),
+            forward=cpu_train_forward, backward=cpu_backward, sizes=lambda tokens, neurons, block_rows: (0, 0)
         ),
     ),
     Backend(
@@ -188,14 +152,14 @@ _TABLE = (
         rules="gpu",
         paths=frozenset(PATHS),
         refusal=_gpu_refusal,
-        forward=_gpu_forward,
-        repeat=_gpu_repeat,
+        forward=_from_gpu("forward", "gpu_forward"),
+        repeat=_from_gpu("forward", "gpu_repeat"),
         training=Training(
-            forward=_gpu_train_forward,
-            backward=_gpu_train_backward,
+            forward=_from_gpu("training", "train_forward"),
+            backward=_from_gpu("training", "train_backward"),
             sizes=list_sizes,
             adds=True,
-            repeat=_gpu_step_repeat,
+            repeat=_from_gpu("training", "gpu_step_repeat"),
         ),
     ),
 )

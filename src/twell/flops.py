@@ -45,7 +45,7 @@ def _backward(
 
 
 def tell_active_counters() -> None:
-    """Add the formulas to counters that are running: each took those that were known when it was made."""
+    """Add the formulas to running counters: a counter takes the formulas known when it was made."""
     known = {op: formula for op, formula in flop_registry.items() if str(op).startswith("twell.")}
     for mode in _get_current_dispatch_mode_stack():
         registry = getattr(getattr(mode, "counter", mode), "flop_registry", None)

@@ -21,9 +21,21 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, tell_flop_counters, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
-from .prepared import PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode, is_trained
-from .problem import PLAIN, Decision, FfnArgs, FfnOutput, cast_of
+from .prepared import Decided, PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode
+from .problem import (
+    PLAIN,
+    FfnArgs,
+    FfnOutput,
+    Tensors,
+    are_plain,
+    cast_of,
+    flattened,
+    is_trained,
+    unflattened,
+)
 from .training_step import run_training_step
+
+_TRANSFORMED = "inside a torch.func transform or forward-mode differentiation"
 
 
 class FfnStats(NamedTuple):
@@ -96,7 +108,7 @@ def stats_of(output: FfnOutput, x: Tensor) -> tuple[Tensor, FfnStats]:
 
 
 def run_ffn(
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     activation: str | Activation,
     plan: Plan | None,
     record: bool,
@@ -132,8 +144,8 @@ def run_ffn(
     return _run(tensors, act, plan, record, compile_dense, layer, not compile_dense, train_dense)
 
 
-def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
-    """That of a bare call; None where its weights are no plain tensors: `ffn` says what is wrong then."""
+def _layer_of(tensors: Tensors) -> LayerState | None:
+    """What is known of a bare call's layer; None where its weights are no plain tensors."""
     _x, up, _down, gate, *_ = tensors
     selector = up if gate is None else gate
     if type(selector) in PLAIN and not torch._C._are_functorch_transforms_active():
@@ -142,13 +154,9 @@ def _layer_of(tensors: tuple[Tensor | None, ...]) -> LayerState | None:
 
 
 def _repeated(
-    tensors: tuple[Tensor | None, ...],
-    activation: str | Activation,
-    plan: Plan | None,
-    record: bool,
-    layer: LayerState,
+    tensors: Tensors, activation: str | Activation, plan: Plan | None, record: bool, layer: LayerState
 ) -> FfnOutput | None:
-    """What this call gives if it repeats one that was decided before, else None."""
+    """The output, if this call repeats one that was decided before, else None."""
     x, output = tensors[0], None
     if not isinstance(x, Tensor):  # the checks say so
         return None
@@ -164,7 +172,7 @@ def _repeated(
 
 
 def _run(
-    tensors: tuple[Tensor | None, ...],
+    tensors: Tensors,
     activation: Activation,
     plan: Plan | None,
     record: bool,
@@ -174,15 +182,14 @@ def _run(
     train_dense: bool,
 ) -> FfnOutput | None:
     """Check, decide, run. lasting: whether later calls may repeat this one: its operands are no casts."""
-    x, up, down, gate, *_ = tensors
+    x, up, _down, gate, *_ = tensors
     _validate(*tensors)
     training = is_trained(tensors)
-    args = FfnArgs(_flat(x), *tensors[1:], activation)
+    args = FfnArgs(flattened(x), *tensors[1:], activation)
     if _transformed():
-        reason = "inside a torch.func transform or forward-mode differentiation"
         if layer is not None:
-            layer.note("forward", "dense", reason)
-        return _shaped(dense_forward(args, record, reason=reason), x, down)
+            layer.note("forward", "dense", _TRANSFORMED)
+        return _shaped(dense_forward(args, record, reason=_TRANSFORMED), x)
     resolution = _resolve_constant(
         None if plan is None else plan.spec,
         x.device.type,
@@ -196,7 +203,7 @@ def _run(
     )
     if _is_observed(tensors):
         tell_flop_counters()
-        return _shaped(_run_observed(args, Resolution(*resolution), training, record), x, down)
+        return _shaped(_run_observed(args, Resolution(*resolution), training, record), x)
     layer = layer or LayerState()
     decision = decide(
         args,
@@ -214,40 +221,32 @@ def _run(
         else:
             output = dense_forward(args, record, is_automatic(plan), decision.reason)
         if decision.ahead and lasting and not record and x.device.type != "meta":
-            layer.keep_prepared(
-                x.shape, call_mode(record), PreparedDense(tensors, activation, plan, decision)
-            )
+            prepared = PreparedDense(Decided(tensors, activation, plan, decision))
+            layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif training:
         output = run_training_step(args, decision, record)
     else:
         output = get_backend(decision.backend).forward(args, decision, record)
     if decision.ahead and lasting and decision.backend != "dense" and x.is_contiguous():
-        _keep_repeat(tensors, args, plan, decision, training, record, layer)
-    return _shaped(output, x, down)
+        _keep_repeat(Decided(tensors, activation, plan, decision), args, training, record, layer)
+    return _shaped(output, x)
 
 
-def _keep_repeat(
-    tensors: tuple[Tensor | None, ...],
-    args: FfnArgs,
-    plan: Plan | None,
-    decision: Decision,
-    training: bool,
-    record: bool,
-    layer: LayerState,
-) -> None:
+def _keep_repeat(decided: Decided, args: FfnArgs, training: bool, record: bool, layer: LayerState) -> None:
     """For calls like this one, which has just run on a sparse path, with an x that kernels read as it is."""
-    backend, x = get_backend(decision.backend), tensors[0]
+    x, decision = decided.tensors[0], decided.decision
+    backend = get_backend(decision.backend)
     if training:
         repeats = None if backend.training is None else backend.training.repeat
         # A checkpoint wants what this step has saved when it is computed again: no other kind of step.
         repeat = None if repeats is None or must_save_the_same() else repeats(args, decision, record)
         if repeat is not None:
-            prepared = PreparedStep(tensors, args.activation, plan, decision, repeat, record)
+            prepared = PreparedStep(decided, repeat, record)
             layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif backend.repeat is not None and not record:
         repeat = backend.repeat(args, decision)
         if repeat is not None:
-            prepared = PreparedSparse(tensors, args.activation, plan, decision, repeat)
+            prepared = PreparedSparse(decided, repeat)
             layer.keep_prepared(x.shape, call_mode(record), prepared, bucket_of(x))
 
 
@@ -267,27 +266,17 @@ def _compiled_dense() -> Callable[[FfnArgs, bool], FfnOutput]:
     return torch.compile(dense_forward)
 
 
-def _is_observed(tensors: tuple[Tensor | None, ...]) -> bool:
+def _is_observed(tensors: Tensors) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch.jit.is_tracing()
-        or not all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+        or not are_plain(tensors)
     )
 
 
-def _flat(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-
-
-def _shaped(output: FfnOutput, x: Tensor, down: Tensor) -> FfnOutput:
-    """`output` with x's leading dimensions."""
-    if x.dim() == 2:
-        return output
-    if torch.jit.is_tracing():  # for other leading sizes, too
-        return output._replace(y=output.y.reshape(*x.shape[:-1], down.shape[0]))
-    # As `linear` does it: an output that autograd takes for a view would lose hooks to in-place operations.
-    return output._replace(y=torch.ops.aten._unsafe_view(output.y, (*x.shape[:-1], down.shape[0])))
+def _shaped(output: FfnOutput, x: Tensor) -> FfnOutput:
+    return output if x.dim() == 2 else output._replace(y=unflattened(output.y, x))
 
 
 def _transformed() -> bool:
@@ -298,7 +287,7 @@ def _transformed() -> bool:
     if torch.compiler.is_compiling():
         return torch._C._are_functorch_transforms_active() or _traced_forward_mode()
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        log_once("running dense: inside a torch.func transform or forward-mode differentiation")
+        log_once(f"running dense: {_TRANSFORMED}")
         return True
     return False
 
@@ -341,15 +330,7 @@ def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return cast_of(tensor, dtype) if tensor.is_floating_point() else tensor
 
 
-def _validate(
-    x: Tensor,
-    up: Tensor,
-    down: Tensor,
-    gate: Tensor | None,
-    up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    gate_bias: Tensor | None,
-) -> None:
+def _validate(x, up, down, gate, up_bias, down_bias, gate_bias) -> None:
     if x.dtype not in FLOAT_DTYPES:
         reject("x", f"dtype {x.dtype}", ", ".join(map(str, FLOAT_DTYPES)))
     if x.dim() < 1:

@@ -40,20 +40,6 @@ class Reading:
     switches:  how often that has changed.
     """
 
-    __slots__ = (
-        "_arriving",
-        "_calls",
-        "_host",
-        "_next",
-        "_pace",
-        "_share",
-        "_slots",
-        "ran",
-        "sparse",
-        "switches",
-        "version",
-    )
-
     def __init__(self, pace: float = 1.0) -> None:
         self._pace = pace
         self._share: float | None = None
@@ -159,9 +145,10 @@ class Kind(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What was decided for a call: its path, why, and what it goes by; order: of all outcomes.
+    """A decision for a call: its path, why, and the reading it went by.
 
-    share: of active neurons, as it was known then.
+    share:  the share of active neurons that was known then.
+    order:  counts all outcomes.
     """
 
     path: str
@@ -182,8 +169,6 @@ class LayerState:
     size:      neurons and features, once known.
     """
 
-    __slots__ = ("__weakref__", "_readings", "buckets", "prepared", "ran", "size", "tapes")
-
     def __init__(self) -> None:
         self._readings: dict[Kind, Reading] = {}
         self.prepared: dict[Hashable, Any] = {}
@@ -194,20 +179,15 @@ class LayerState:
         _alive[next(_serial)] = self
 
     def note(
-        self,
-        phase: str,
-        path: str,
-        reason: str,
-        reading: Reading | None = None,
-        share: float | None = None,
+        self, phase: str, path: str, reason: str, reading: Reading | None = None, share: float | None = None
     ) -> None:
-        """What was decided; a forward begins a step, whose backward is yet to come."""
+        """Note a decision; a forward begins a step, whose backward is yet to come."""
         if phase == "forward":
             self.ran.pop("backward", None)
         self.ran[phase] = Outcome(path, reason, reading, share, next(_serial))
 
     def reading(self, weight: Tensor, tokens: int, training: bool) -> Reading:
-        """That of calls with so many tokens; weight: the one that selects neurons, [H, D]."""
+        """The reading for calls with this many tokens; weight: the one that selects neurons, [H, D]."""
         kind = Kind(training, weight.device, 1 << max(tokens - 1, 0).bit_length())
         found = self._readings.get(kind)
         if found is None:
@@ -253,17 +233,15 @@ _IN_A_ROW = 4
 
 
 class _Entry:
-    """lookups: how often it was found; a list, since it may outlive the entry. shared: whether the state is
-    that of all temporaries."""
-
-    __slots__ = ("lookups", "shared", "state")
+    """lookups: how often it was found; a list, since it may outlive the entry. shared: whether all
+    temporaries share the state."""
 
     def __init__(self, state: LayerState, shared: bool) -> None:
         self.state, self.shared, self.lookups = state, shared, [0]
 
 
 class _Temporaries:
-    """Weights that are made for every call, as casts inside a compiled graph are: those of one kind share a
+    """Weights that are made for every call, as casts inside a compiled graph are. Weights of one kind share a
     state, since nothing tells their layers apart."""
 
     def __init__(self) -> None:
@@ -273,7 +251,7 @@ class _Temporaries:
         self._in_a_row = 0
 
     def entry_for(self, storage: torch.UntypedStorage) -> _Entry:
-        """Of a weight not seen before: its own state, unless several before it lived for one call each."""
+        """A new weight's entry: a state of its own, unless several before it lived for one call each."""
         if self._last is not None:
             one_call = self._last() is None and self._last_lookups == [1]
             self._in_a_row = self._in_a_row + 1 if one_call else 0
@@ -309,14 +287,14 @@ def layer_of(weight: Tensor) -> LayerState:
 
 
 def known_layer(weight: Tensor) -> LayerState | None:
-    """The same, but None where nothing is known."""
+    """The state of this weight's layer; None where nothing is known."""
     places = _by_storage.get(weight.untyped_storage()) or {}
     entry = places.get((weight.storage_offset(), weight.shape, weight.stride()))
     return None if entry is None else entry.state
 
 
 class TrainingState(NamedTuple):
-    """How a layer trains now, on a GPU. (On a CPU every step decides anew.)
+    """How a layer trains now, on a GPU. (On a CPU every step decides again.)
 
     layer:     its size, tokens per call (rounded up to a power of two) and device.
     sparse:    whether its steps run on the active set.
@@ -332,14 +310,11 @@ class TrainingState(NamedTuple):
 
 def training_states() -> list[TrainingState]:
     """How every layer trains that automatic plans have decided about, in the order of their first steps."""
-    return [
-        TrainingState(kind_name(state.size, kind), reading.sparse, reading.share, reading.switches)
-        for _, state in sorted(_alive.items())
-        for kind, reading in state.readings().items()
-        if kind.training
-    ]
-
-
-def kind_name(size: tuple[int, int], kind: Kind) -> str:
-    neurons, features = size
-    return f"D {features}, H {neurons}, {kind.tokens:,} tokens on {kind.device}"
+    found = []
+    for _, state in sorted(_alive.items()):
+        for kind, reading in state.readings().items():
+            if kind.training:
+                neurons, features = state.size
+                layer = f"D {features}, H {neurons}, {kind.tokens:,} tokens on {kind.device}"
+                found.append(TrainingState(layer, reading.sparse, reading.share, reading.switches))
+    return found

@@ -20,26 +20,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._errors import reject
+from ._observers import operations_are_observed
 from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
 from .kernels.dense import dense_backward
 from .policy import decide_backward, decide_inside
-from .problem import (
-    PLAIN,
-    Decision,
-    Existing,
-    FfnArgs,
-    FfnOutput,
-    Gradients,
-    Saved,
-)
+from .problem import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved, are_plain
 
 _SIGNATURE = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
 )
 OPERANDS = 7
-_NOTHING = (None,) * (OPERANDS + 5)  # gradients of the arguments of `ffn` and `ffn_train`
 _STAND_IN_OUTPUTS = 64  # a number of outputs that every kernel takes
 _PLAN = "str activation, str path, int block_rows, str backend"
 _library = torch.library.Library("twell", "DEF")
@@ -126,7 +118,7 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gradients(*inputs) -> tuple[Tensor, ...]:
-    """As the op returns them: empty where a gradient is not needed."""
+    """The gradients as the op returns them: empty where one is not needed."""
     grad_y, grad_l1, *tensors, lists, counts, activation, block_rows, backend, needed = inputs
     _refuse_tangents([grad_y, grad_l1, *tensors])
     args = args_of(tensors, activation)
@@ -136,12 +128,29 @@ def _gradients(*inputs) -> tuple[Tensor, ...]:
 
 
 class Step(NamedTuple):
-    """What a backward knows of its forward besides tensors; decision: None where nothing could tell."""
+    """A forward as its backward knows it, besides tensors; decision: None where nothing could tell."""
 
     activation: str
     block_rows: int
     backend: str
     decision: Decision | None
+
+
+class BackwardCall(NamedTuple):
+    """What autograd hands to a backward.
+
+    saved:   operands, lists and counts.
+    needed:  which operands get a gradient.
+    """
+
+    saved: Sequence[Tensor | None]
+    grad_y: Tensor | None
+    grad_l1: Tensor | None
+    needed: list[bool]
+
+    @property
+    def tensors(self) -> Sequence[Tensor | None]:
+        return *self.saved, self.grad_y, self.grad_l1
 
 
 def _backward(
@@ -173,7 +182,7 @@ def _without_output(args: FfnArgs) -> tuple[FfnArgs, Tensor]:
 
 
 def laid_out(gradients: Gradients, down: Tensor) -> Gradients:
-    """`gradients`, that of `down` laid out like `down`."""
+    """`gradients`, with the gradient of `down` laid out like `down`."""
     grad_down = gradients[2]
     if grad_down is None:
         return gradients
@@ -194,16 +203,14 @@ def _fake_gradients(*inputs) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def _save_operands(ctx, inputs, output) -> None:
-    *tensors, activation, _path, _block_rows, backend, record = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.activation, ctx.backend, ctx.record = activation, backend, record
+def _save(ctx, inputs, output) -> None:
+    """For `ffn`, and for `ffn_train`, which also gives lists and counts."""
+    *tensors, activation, _path, block_rows, backend, record = inputs
+    _y, _l1, *not_differentiable = output
+    ctx.save_for_backward(*tensors, *output[3:])
+    ctx.activation, ctx.block_rows, ctx.backend, ctx.record = activation, block_rows, backend, record
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-
-
-def _needed(ctx, grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
-    return needed_of(ctx.needs_input_grad[:OPERANDS], grad_y, grad_l1)
+    ctx.mark_non_differentiable(*not_differentiable)
 
 
 def needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | None) -> list[bool]:
@@ -214,56 +221,35 @@ def needed_of(wanted: Sequence[bool], grad_y: Tensor | None, grad_l1: Tensor | N
     return [wanted and (grad_y is not None or grad_l1 is not None) for wanted in needed[:-1]]
 
 
-def _recompute(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, _grad_firing) -> tuple[Tensor | None, ...]:
-    """Of `ffn`, which saves nothing: from traceable operations, so a compiled backward fuses them."""
+def _differentiate(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> Gradients:
+    """`ffn` saves no lists and computes densely, from traceable operations that a compiled backward fuses;
+    `ffn_train` computes from its lists."""
+    no_plan = (None,) * 5  # the arguments after the operands
     grad_l1 = grad_l1 if ctx.record else None
-    needed = _needed(ctx, grad_y, grad_l1)
+    needed = needed_of(ctx.needs_input_grad[:OPERANDS], grad_y, grad_l1)
     if not any(needed):
-        return _NOTHING
-    args = args_of(ctx.saved_tensors, ctx.activation)
-    gradients = dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation))
-    return (*gradients, None, None, None, None, None)
-
-
-def _save_active(ctx, inputs, output) -> None:
-    *tensors, activation, _path, block_rows, backend, record = inputs
-    _y, _l1, firing, lists, counts = output
-    ctx.save_for_backward(*tensors, lists, counts)
-    ctx.activation, ctx.block_rows, ctx.backend, ctx.record = activation, block_rows, backend, record
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(firing, lists, counts)
-
-
-def _from_active(ctx, grad_y: Tensor | None, grad_l1: Tensor | None, *_rest) -> tuple[Tensor | None, ...]:
-    """Of `ffn_train`."""
-    grad_l1 = grad_l1 if ctx.record else None
-    needed = _needed(ctx, grad_y, grad_l1)
-    if not any(needed):
-        return _NOTHING
+        return *(None,) * OPERANDS, *no_plan
     saved = ctx.saved_tensors  # once: checkpoints hand them out once
+    if len(saved) == OPERANDS:
+        args = args_of(saved, ctx.activation)
+        return *dense_backward(args, grad_y, grad_l1, FfnArgs(*needed, args.activation)), *no_plan
     step = Step(ctx.activation, ctx.block_rows, ctx.backend, getattr(saved[-2], "_twell_decision", None))
-    return (*gradients_of(step, saved, grad_y, grad_l1, needed), None, None, None, None, None)
+    return *gradients_of(step, BackwardCall(saved, grad_y, grad_l1, needed)), *no_plan
 
 
-def gradients_of(
-    step: Step,
-    saved: Sequence[Tensor | None],
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    needed: list[bool],
-) -> Gradients:
-    """Of the seven operands; saved: those, lists and counts."""
-    into = existing(step, [*saved, grad_y, grad_l1], needed)
+def gradients_of(step: Step, call: BackwardCall) -> Gradients:
+    """The operands' gradients, from the op unless they are added to existing ones."""
+    into = existing(step, call)
     if into is not None:
-        return without_the_op(step, saved, grad_y, grad_l1, needed, into)
+        return without_the_op(step, call, into)
     tell_flop_counters()
     plan = step.activation, step.block_rows, step.backend
-    found = backward_op(grad_y, grad_l1, *saved, *plan, needed)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(found, needed, strict=True))
+    found = backward_op(call.grad_y, call.grad_l1, *call.saved, *plan, call.needed)
+    return tuple(gradient if wanted else None for gradient, wanted in zip(found, call.needed, strict=True))
 
 
 def tell_flop_counters() -> None:
-    """What the ops count as, before a counter that watches meets one."""
+    """Tell running flop counters what the ops count as, before they meet one."""
     if (
         "torch.utils.flop_counter" in sys.modules
         and not torch.compiler.is_compiling()
@@ -274,36 +260,27 @@ def tell_flop_counters() -> None:
         tell_active_counters()
 
 
-def existing(step: Step, saved: Sequence[Tensor | None], needed: list[bool]) -> Existing | None:
+def existing(step: Step, call: BackwardCall) -> Existing | None:
     """Gradients to add to, if that is asked for, the backend can, and nobody looks for the op."""
     training = get_backend(step.backend).training
-    if training is None or not training.adds or not only_values_matter(saved):
+    if training is None or not training.adds or not only_values_matter(call.tensors):
         return None
-    args = args_of(saved[:OPERANDS], step.activation)
-    return existing_gradients(args, FfnArgs(*needed, None))
+    args = args_of(call.saved[:OPERANDS], step.activation)
+    return existing_gradients(args, FfnArgs(*call.needed, None))
 
 
 def only_values_matter(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether nobody traces, transforms or watches, and all are plain tensors (batches of gradients have no
-    storage)."""
+    """Whether nobody observes, and all are plain tensors (batches of gradients have no storage)."""
     return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and all(t is None or (type(t) in PLAIN and torch._C._has_storage(t)) for t in tensors)
+        not operations_are_observed()
+        and are_plain(tensors)
+        and all(t is None or torch._C._has_storage(t) for t in tensors)
     )
 
 
-def without_the_op(
-    step: Step,
-    saved: Sequence[Tensor | None],
-    grad_y: Tensor | None,
-    grad_l1: Tensor | None,
-    needed: list[bool],
-    *into: Existing,
-) -> Gradients:
+def without_the_op(step: Step, call: BackwardCall, *into: Existing) -> Gradients:
     """The backward without the op, which must not change what it is given."""
-    *tensors, lists, counts = saved
+    (*tensors, lists, counts), grad_y, grad_l1, needed = call
     _refuse_tangents([grad_y, grad_l1, *tensors])
     args = args_of(tensors, step.activation)
     return _backward(step, args, Saved(lists, counts), grad_y, grad_l1, FfnArgs(*needed, None), *into)
@@ -317,7 +294,7 @@ def _save_for_second(ctx, inputs, output) -> None:
 
 
 def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Of `ffn_backward`, for second and higher derivatives: dense, through autograd."""
+    """Second and higher derivatives: dense, through autograd."""
     further = torch.is_grad_enabled()
     with torch.enable_grad():
         # Aliases: derivatives with respect to them stay connected to whatever the operands came from.
@@ -326,7 +303,7 @@ def _second(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_y, grad_l1, *tensors = saved
         args = args_of(tensors, ctx.activation)
         found = dense_backward(args, grad_y, grad_l1, FfnArgs(*ctx.needed, args.activation))
-        # A gradient may not depend on what is differentiated: that of `down_bias` depends on grad_y alone.
+        # A gradient may not depend on what is differentiated: `down_bias`'s depends on grad_y alone.
         pairs = [
             (gradient, weight)
             for gradient, weight in zip(found, grads, strict=True)
@@ -347,8 +324,8 @@ _library.impl("ffn_backward", _gradients, "CompositeExplicitAutograd")
 torch.library.register_fake("twell::ffn", _fake, lib=_library)
 torch.library.register_fake("twell::ffn_train", _train_fake, lib=_library)
 torch.library.register_fake("twell::ffn_backward", _fake_gradients, lib=_library)
-torch.library.register_autograd("twell::ffn", _recompute, setup_context=_save_operands, lib=_library)
-torch.library.register_autograd("twell::ffn_train", _from_active, setup_context=_save_active, lib=_library)
+torch.library.register_autograd("twell::ffn", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("twell::ffn_train", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("twell::ffn_backward", _second, setup_context=_save_for_second, lib=_library)
 
 ffn_op = torch.ops.twell.ffn.default

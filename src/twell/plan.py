@@ -9,7 +9,7 @@ from operator import index
 
 import torch
 
-from ._errors import reject, require_choice
+from ._errors import reject, require_choice, require_int
 from .backends import PATHS, get_backend
 
 ENVIRONMENT_VARIABLE = "TWELL_PLAN"
@@ -33,9 +33,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         require_choice("path", self.path, PATHS)
-        rows = self.block_rows
-        if not isinstance(rows, int) or isinstance(rows, bool) or rows < 0:
-            reject("block_rows", repr(rows), "an integer >= 0 (0: the backend's default)")
+        require_int("block_rows", self.block_rows, 0, " (0: the backend's default)")
         if self.backend is not None:
             if not isinstance(self.backend, str):
                 reject("backend", repr(self.backend), "the name of a backend, or None")

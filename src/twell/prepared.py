@@ -1,14 +1,14 @@
-"""Calls that repeat what was decided before: with few tokens, deciding costs more than computing.
+"""Prepared calls skip the decision: with few tokens, deciding costs more than computing.
 
-Everything here is counted in microseconds of the host, before every call. A prepared call computes what the
-call that was decided about computed, with the same operations on operands of the same shapes. It holds no
-tensor: a layer's state must not keep its weights alive.
+Every microsecond here delays every call. A prepared call runs the operations of the decided call again, on
+operands of the same shapes. It holds no tensor: a layer's state must not keep its weights alive.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,41 +17,47 @@ from torch.autograd import forward_ad
 from ._log import note_path, paths_are_recorded
 from ._observers import must_save_the_same
 from .activations import Activation
-from .backends import Repeat
-from .kernels.dense import dense_forward, products_for
+from .kernels.dense import dense_forward, in_place, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
 from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
-from .problem import Decision, FfnArgs, FfnOutput, StepRepeat
-from .training_step import repeat_training_step
+from .problem import (
+    Decision,
+    FfnArgs,
+    FfnOutput,
+    Repeat,
+    StepRepeat,
+    Tensors,
+    are_plain,
+    flattened,
+    is_trained,
+    unflattened,
+)
+from .training_step import RepeatedStep, run_step
 
-Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
-
-# What `os.environ.get` looks up, which takes a microsecond for it.
+# The dictionary behind `os.environ`, whose `get` takes a microsecond.
 _environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
 _VARIABLE = os.fsencode(ENVIRONMENT_VARIABLE)
 _is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool  # no
 
 
 def _override() -> object:
-    """What the environment variable says, as it is stored."""
+    """The environment variable's raw value."""
     return os.environ.get(ENVIRONMENT_VARIABLE) if _environment is None else _environment.get(_VARIABLE)
 
 
 def call_mode(record: bool) -> int:
-    """What calls of one shape are told apart by, besides: 0 without gradients, statistics or inference mode.
-    A model may be called both ways by turns."""
+    """Tells calls of one shape apart; 0 without gradients, statistics or inference mode. A model may be
+    called both ways by turns."""
     return torch.is_grad_enabled() + 2 * torch.is_inference_mode_enabled() + 4 * record
 
 
 class _Kinds:
-    """Checks that operands are of the kinds of those that were decided about: None, or of one type, dtype,
-    device, shape and strides, with or without gradients.
+    """Checks that operands equal the decided call's in type, dtype, device, shape, strides and
+    `requires_grad`, or are None as they were.
 
     any_strides: whether the first may have other strides.
     """
-
-    __slots__ = ("_any_strides", "_check", "_kinds", "_types")
 
     def __init__(self, tensors: Tensors, any_strides: bool = False) -> None:
         self._types, self._any_strides = [type(t) for t in tensors], any_strides
@@ -79,10 +85,10 @@ def _kind(t: Tensor) -> tuple:
 
 
 def _compiled_check(tensors: list[Tensor], free: str) -> Callable[..., bool] | None:
-    """The same in C: what guards the graphs of torch.compile. It takes a quarter of the time, and looks at
-    dispatch keys, too, so at autocast and transforms. None where this version of torch has no such thing.
+    """The check in C that guards the graphs of torch.compile. It takes a quarter of the time, and also looks
+    at dispatch keys, so at autocast and transforms. None where this version of torch has none.
 
-    free: what the first may have of its own: "nothing", "strides", or "leading" sizes as well.
+    free: what may differ in the first tensor: "nothing", "strides", or also "leading" sizes.
     """
     try:
         shapes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
@@ -100,29 +106,21 @@ def _compiled_check(tensors: list[Tensor], free: str) -> Callable[..., bool] | N
 _STRIDED = torch.strided
 
 
+class Decided(NamedTuple):
+    """A call that has run, and the decision it ran by."""
+
+    tensors: Tensors
+    activation: Activation
+    plan: Plan | None
+    decision: Decision
+
+
 class Prepared:
-    """So many more calls like one that was decided."""
+    """A number of further calls like one that was decided."""
 
-    __slots__ = (
-        "_activation",
-        "_calls",
-        "_device_type",
-        "_hooked",
-        "_left",
-        "_outcome",
-        "_override",
-        "_plan",
-        "_reading",
-        "_reason",
-        "_spec",
-        "_threads",
-        "_training",
-        "_version",
-    )
-
-    def __init__(
-        self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
-    ) -> None:
+    def __init__(self, decided: Decided, operands: _Kinds) -> None:
+        tensors, activation, plan, decision = decided
+        self._operands = operands
         self._device_type = tensors[0].device.type
         self._activation, self._spec, self._plan = activation, activation.spec, plan
         self._calls = self._left = decision.ahead
@@ -136,9 +134,9 @@ class Prepared:
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
     ) -> FfnOutput | None:
-        """What this call gives if it is like the one that was decided, else None.
+        """The output if this call is like the decided one, else None.
 
-        That one passed every check with operands of the same kind, so none is repeated.
+        The decided call passed every check with operands of the same kind, so none is repeated.
         """
         if self._left <= 0 or self._has_news():
             return None
@@ -161,10 +159,10 @@ class Prepared:
     def _note(self, layer: LayerState) -> None:
         layer.ran["forward"] = self._outcome
         if len(layer.ran) > 1:
-            layer.ran.pop("backward", None)  # of a step before
+            layer.ran.pop("backward", None)  # an earlier step's
 
     def settle(self) -> None:
-        """Tell the reading how many calls were made; none is left."""
+        """Tell the reading how many calls were made, and make no more."""
         if self._reading is not None and self._calls:
             self._reading.count(self._calls - max(self._left, 0))
         self._calls = self._left = 0
@@ -188,80 +186,51 @@ class Prepared:
         )
 
     def _gradients_as_before(self, tensors: Tensors) -> bool:
-        """Recorded for a backward, a block follows other rules."""
+        """Whether autograd records as before: a recorded block follows other rules."""
         if not torch.is_grad_enabled():
             return not self._training
         return is_trained(tensors) == self._training and must_save_the_same() == self._hooked
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
         """Whether the call is as valid as the one that was checked."""
-        raise NotImplementedError
+        return self._operands.hold(tensors)
 
 
 class PreparedDense(Prepared):
     """Calls that run dense, as PyTorch computes them."""
 
-    __slots__ = ("_operands", "_products", "_tuned")
-
-    def __init__(
-        self, tensors: Tensors, activation: Activation, plan: Plan | None, decision: Decision
-    ) -> None:
-        super().__init__(tensors, activation, plan, decision)
-        self._operands = _Kinds(tensors, any_strides=True)
-        self._tuned = is_automatic(plan)
+    def __init__(self, decided: Decided) -> None:
+        super().__init__(decided, _Kinds(decided.tensors, any_strides=True))
+        self._tuned = is_automatic(decided.plan)
         # None where more than values may matter.
-        args = FfnArgs(*tensors, activation)
-        self._products = None if self._training else products_for(args, self._tuned)
+        args = FfnArgs(*decided.tensors, decided.activation)
+        only_values = not self._training and are_plain(decided.tensors)
+        self._products = products_for(args, self._tuned) if only_values else None
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         x = tensors[0]
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
-            return FfnOutput(self._values(*tensors))
-        args = FfnArgs(*tensors, self._activation)
-        if x.dim() == 2:
-            return dense_forward(args, False, self._tuned, self._reason)
-        args = args._replace(x=x.reshape(-1, x.shape[-1]))
-        y = dense_forward(args, False, self._tuned, self._reason).y
-        return FfnOutput(torch.ops.aten._unsafe_view(y, (*x.shape[:-1], y.shape[-1])))
-
-    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
-        return self._operands.hold(tensors)
-
-    def _values(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor:
-        """The block from as few operations as it takes; nobody differentiates it or looks."""
-        note_path("dense", x, up.shape[0], reason=self._reason)
-        select, lift, lower = self._products
-        if gate is None:
-            hidden = self._activation.apply_(lift(x, up, up_bias))
-        else:
-            hidden = self._activation.apply_(select(x, gate, gate_bias))
-            hidden.mul_(lift(x, up, up_bias))
-        return lower(hidden, down, down_bias)
+            note_path("dense", x, tensors[1].shape[0], reason=self._reason)
+            return FfnOutput(in_place(self._products, self._activation, tensors))
+        args = FfnArgs(flattened(x), *tensors[1:], self._activation)
+        return FfnOutput(unflattened(dense_forward(args, False, self._tuned, self._reason).y, x))
 
 
 class PreparedSparse(Prepared):
     """Calls that launch what was launched before, for any number of tokens in the same `bucket`."""
 
-    __slots__ = ("_check", "_repeat", "_weights", "_x")
-
-    def __init__(
-        self,
-        tensors: Tensors,
-        activation: Activation,
-        plan: Plan | None,
-        decision: Decision,
-        repeat: Repeat,
-    ) -> None:
-        super().__init__(tensors, activation, plan, decision)
-        self._x, self._weights, self._repeat = self._kind_of(tensors[0]), _Kinds(tensors[1:]), repeat
-        # Of gated blocks without biases, for calls with as many dimensions.
+    def __init__(self, decided: Decided, repeat: Repeat) -> None:
+        tensors = decided.tensors
+        super().__init__(decided, _Kinds(tensors[1:]))
+        self._x, self._repeat = self._kind_of(tensors[0]), repeat
+        # For gated blocks without biases, and calls with as many dimensions.
         there = [t is not None for t in tensors]
         self._check = _compiled_check(list(tensors[:4]), "leading") if there == _GATED else None
 
     def run(
         self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
     ) -> FfnOutput | None:
-        # What a token waits for in every layer, so in one go.
+        # Every token waits for this in every layer, so it calls as little as possible.
         reading = self._reading
         if self._left <= 0 or (
             reading is not None and (reading.has_news or reading.version != self._version)
@@ -297,7 +266,7 @@ class PreparedSparse(Prepared):
         return FfnOutput(y)
 
     def _are_of_their_kinds(self, tensors: Tensors) -> bool:
-        return self._kind_of(tensors[0]) == self._x and self._weights.hold(tensors[1:])
+        return self._kind_of(tensors[0]) == self._x and self._operands.hold(tensors[1:])
 
     @staticmethod
     def _kind_of(x: Tensor) -> tuple:
@@ -309,7 +278,7 @@ _GATED = [True] * 4 + [False] * 3
 
 
 def bucket_of(x: Tensor) -> tuple[int, int] | None:
-    """That of the tokens of x [..., D]; None without any."""
+    """The `bucket` of x's tokens, x [..., D]; None without any."""
     tokens = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
     return bucket(tokens) if tokens else None
 
@@ -317,34 +286,16 @@ def bucket_of(x: Tensor) -> tuple[int, int] | None:
 class PreparedStep(Prepared):
     """Training steps that launch what was launched before."""
 
-    __slots__ = ("_decision", "_operands", "_record", "_repeat")
-
-    def __init__(
-        self,
-        tensors: Tensors,
-        activation: Activation,
-        plan: Plan | None,
-        decision: Decision,
-        repeat: StepRepeat,
-        record: bool,
-    ) -> None:
-        super().__init__(tensors, activation, plan, decision)
+    def __init__(self, decided: Decided, repeat: StepRepeat, record: bool) -> None:
+        super().__init__(decided, _Kinds(decided.tensors))
         self._repeat, self._record = repeat, record
-        self._operands = _Kinds(tensors)
         # Without the layer, which this belongs to: it would not be freed at once.
-        self._decision = decision._replace(read=False, layer=None)
+        self._decision = decided.decision._replace(read=False, layer=None)
 
     def _note(self, layer: LayerState) -> None:
         layer.ran["forward"] = self._outcome  # its backward is the same one again
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         decision = self._decision._replace(layer=layer)
-        holds = self._operands.hold
-        return repeat_training_step(self._repeat, holds, decision, self._activation, self._record, *tensors)
-
-    def _are_of_their_kinds(self, tensors: Tensors) -> bool:
-        return self._operands.hold(tensors)
-
-
-def is_trained(tensors: Tensors) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        step = decision, self._activation, self._record
+        return run_step(RepeatedStep(*step, self._repeat, self._operands.hold), tensors)

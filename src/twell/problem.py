@@ -10,11 +10,38 @@ from torch import Tensor
 from .activations import Activation
 from .layer_state import LayerState, Reading
 
-PLAIN = (Tensor, torch.nn.Parameter)  # types of which nothing but values is to be known
+PLAIN = (Tensor, torch.nn.Parameter)  # tensors without behaviour of their own
+Tensors = tuple[Tensor | None, ...]  # x, up, down, gate, up_bias, down_bias, gate_bias
+
+
+def are_plain(tensors: Tensors) -> bool:
+    """Whether none is of a subclass, which may know F.linear and nothing else."""
+    return all(tensor is None or type(tensor) in PLAIN for tensor in tensors)
+
+
+def is_trained(tensors: Tensors) -> bool:
+    """Whether autograd records what is done to them."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def flattened(x: Tensor) -> Tensor:
+    """x [..., D] as [M, D]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def unflattened(y: Tensor, x: Tensor) -> Tensor:
+    """y [M, E] with x's leading dimensions."""
+    if x.dim() == 2:
+        return y
+    shape = *x.shape[:-1], y.shape[-1]
+    if torch.jit.is_tracing():  # other leading sizes must work
+        return y.reshape(shape)
+    # As `linear` does it: an output that autograd takes for a view would lose hooks to in-place operations.
+    return torch.ops.aten._unsafe_view(y, shape)
 
 
 def cast_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` in another dtype, which remembers what it was made of."""
+    """`tensor` in another dtype, with a reference to `tensor`."""
     cast = tensor.to(dtype)
     if cast is not tensor and not torch.compiler.is_compiling():
         cast._twell_source = tensor
@@ -22,7 +49,7 @@ def cast_of(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def source_of(tensor: Tensor) -> Tensor:
-    """What `cast_of` made `tensor` of, or itself: a cast lives for one call, a layer is known for longer."""
+    """The tensor that `cast_of` cast, or `tensor` itself: a cast lives for one call, a layer for longer."""
     return getattr(tensor, "_twell_source", tensor)
 
 
@@ -52,6 +79,10 @@ class FfnArgs(NamedTuple):
         return self.up_bias if self.gate is None else self.gate_bias
 
 
+# Calls that repeat a settled decision before everything is checked again: tuning may change limits.
+AHEAD = 255
+
+
 class ChunkRule(Protocol):
     """How the CPU backend finishes a chunk of tokens once it has seen their activations."""
 
@@ -59,7 +90,7 @@ class ChunkRule(Protocol):
         """ "row", "block" or "dense", and why, from a look at a few tokens; activated [m, H]."""
 
     def still_pays(self, path: str, active: Tensor, count: int, block_rows: int) -> bool:
-        """Whether `path` is right for the whole chunk, too; active: bool [m, H] with `count` True entries."""
+        """Whether `path` also pays for the whole chunk; active: bool [m, H] with `count` True entries."""
 
 
 class Decision(NamedTuple):
@@ -70,12 +101,12 @@ class Decision(NamedTuple):
     block_rows:  tokens per block of the block path; 0: the backend's default.
     backend:     the name of the one that runs it.
     reason:      for people.
-    ahead:       so many more calls like this one may run the same way without asking again; `reading` is told
-                 how many did.
-    reading:     what is known of how active the layer is in calls of this kind.
-    read:        whether it wants to know how active this call finds it.
-    layer:       what is known of the layer.
-    known:       the share of active neurons that this went by, and the version of the reading it is from.
+    ahead:       how many more calls like this one may run the same way without asking again; `reading` is
+                 told how many did.
+    reading:     how active the layer is in calls of this kind, as far as known.
+    read:        whether this call should read how active the layer is.
+    layer:       the layer's state.
+    known:       the share of active neurons that this went by, and the version of its reading.
     """
 
     path: str
@@ -99,33 +130,39 @@ class FfnOutput(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass of a training step hands to its backward, besides the operands: int32 tensors
-    whose sizes follow from the shapes alone. On GPUs the active neurons of every block of tokens; empty where
-    the backward finds out by itself."""
+    """Int32 tensors that a training step's forward hands to its backward, besides the operands; their sizes
+    follow from the shapes alone. On GPUs the active neurons of every block of tokens; empty where the
+    backward finds out by itself."""
 
     lists: Tensor
     counts: Tensor
 
 
-Gradients = tuple[Tensor | None, ...]  # of x, up, down, gate, up_bias, down_bias, gate_bias
+Gradients = Tensors  # of the operands, in their order
+
+
+class Repeat(Protocol):
+    """A call that has run, to be run again on operands of the same shapes, strides and types.
+
+    path: what ran, as `recorded_paths` names it.
+    """
+
+    path: str
+
+    def __call__(self, *tensors: Tensor | None) -> Tensor | None:
+        """y [..., E] of (x [..., D], up, ...); None where it has to be run in full."""
 
 
 class StepRepeat(Protocol):
-    """A training step that has run, to be run again on operands of the same shapes, strides and types."""
+    """`Repeat` for a training step."""
 
     def forward(self, *tensors: Tensor | None) -> tuple[FfnOutput, Saved] | None:
-        """Of (x [..., D], up, down, gate, up_bias, down_bias, gate_bias); None where it has to be run in
-        full."""
+        """The output of (x [..., D], up, ...), and what to save; None where it has to be run in full."""
 
     def backward(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        saved: Saved,
-        grad_y: Tensor,
-        grad_l1: Tensor | None,
-        needed: FfnArgs,
+        self, tensors: Tensors, saved: Saved, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
     ) -> Gradients | None:
-        """Gradients of the seven; grad_y [..., E]."""
+        """The gradients of all operands; grad_y [..., E]."""
 
 
 class Existing(NamedTuple):

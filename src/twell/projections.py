@@ -111,8 +111,8 @@ def is_changed(module: nn.Module) -> bool:
 
 
 def is_projection(module: nn.Module) -> bool:
-    """A plain `nn.Linear`, a twin of it or GPT-2's `Conv1D`, maybe with LoRA around it. What sparsify_ made of
-    one counts, other subclasses do not."""
+    """A plain `nn.Linear`, a twin of it or GPT-2's `Conv1D`, maybe with LoRA around it. What sparsify_ made
+    of one counts, other subclasses do not."""
     return is_bare_projection(base_of(module))
 
 

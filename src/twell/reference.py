@@ -47,11 +47,7 @@ def ffn(
     gate_bias: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ReferenceResult:
-    """One feed-forward block computed densely in `dtype` (use float32 or float64); differentiable.
-
-    gated:      y = (act(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias
-    non-gated:  y = act(x up^T + up_bias) down^T + down_bias
-    """
+    """`twell.ffn`, computed densely in `dtype` (use float32 or float64); differentiable."""
     act = Activation.parse(activation)
 
     def wide(tensor: Tensor | None) -> Tensor | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell.crossover import cpu as crossover
+from twell import crossover
 from twell.kernels.cpu import probe
 from twell.kernels.cpu.weights import CpuSite, WeightViews
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from twell import crossover as limits
 from twell._files import CACHE_VARIABLE
-from twell.crossover import gpu as limits
 from twell.measure.tune import crossing, tune_gpu
 
 SHAPE = limits.Shape(2048, 5632, True)

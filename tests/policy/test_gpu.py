@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from twell import crossover
 from twell._files import CACHE_VARIABLE
 from twell.activations import Activation
 from twell.backends import BACKENDS
-from twell.crossover import gpu as crossover
 from twell.kernels.gpu.device import Gpu
 from twell.layer_state import LayerState
 from twell.policy import Resolution, decide, decide_backward, decide_inside, gpu
@@ -94,7 +94,7 @@ def test_much_work_runs_sparse_whatever_the_layer(layer):
 @pytest.mark.parametrize("tokens", [65, 640])
 def test_less_work_runs_dense_for_a_while(tokens, layer):
     decision = decision_of(call(tokens), layer)
-    assert (decision.backend, decision.ahead, decision.reading) == ("dense", gpu.UNREAD, None)
+    assert (decision.backend, decision.ahead, decision.reading) == ("dense", gpu.AHEAD, None)
     assert "too little work" in decision.reason
 
 
@@ -328,7 +328,7 @@ class TestTraining:
         decision = decision_of(call(2 * PREFILL), layer, training=True, hooked=True)
         assert (decision.path, decision.backend) == ("auto", "gpu")
         small = decision_of(call(64), layer, training=True, hooked=True)
-        assert (small.backend, small.ahead) == ("dense", gpu.UNREAD)
+        assert (small.backend, small.ahead) == ("dense", gpu.AHEAD)
 
     @pytest.mark.parametrize(
         ("options", "reason"),

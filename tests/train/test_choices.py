@@ -18,8 +18,7 @@ pytest.importorskip("datasets")
 from rich.console import Console
 from safetensors.torch import load_file
 
-from twell import policy, recorded_paths
-from twell.crossover import cpu as crossover
+from twell import crossover, policy, recorded_paths
 from twell.kernels.cpu import probe
 from twell.train.run import train
 

@@ -59,11 +59,7 @@ def _as_module(block: SyntheticFfn) -> SparseMLP:
     neurons, hidden = block.up.shape
     mlp = SparseMLP(hidden, neurons)
     mlp.load_state_dict(
-        {
-            "gate_proj.weight": block.gate,
-            "up_proj.weight": block.up,
-            "down_proj.weight": block.down,
-        }
+        {"gate_proj.weight": block.gate, "up_proj.weight": block.up, "down_proj.weight": block.down}
     )
     return mlp.requires_grad_(False)
 

@@ -98,7 +98,7 @@ def _new_folder(output: Path) -> Path:
 
 
 def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
-    from ..train.progress import dead_of
+    from ..train.metrics import dead_of
 
     table = Table("tokens", "cross-entropy", "active per token", "dead", "tokens/s")
     rows = [logs[round(i * (len(logs) - 1) / 5)] for i in range(6)] if len(logs) > 6 else logs

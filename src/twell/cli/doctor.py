@@ -96,7 +96,7 @@ def _print_decisions(console: Console, device: str) -> None:
 
 def _limits() -> dict[str, str]:
     """The limits that automatic plans use on the current GPU."""
-    from ..crossover.gpu import cache_file, tuned_shapes
+    from ..crossover import cache_file, tuned_shapes
     from ..kernels.gpu.device import gpu_of
 
     gpu = gpu_of(torch.device("cuda"))
@@ -112,15 +112,7 @@ _EXAMPLE = {"cpu": (1024, 4096, torch.float32), "cuda": (2048, 5632, torch.bfloa
 def _example_site(device_type: str, tokens: int = 2048) -> Site:
     """A typical inference call, to ask backends about."""
     hidden, neurons, dtype = _EXAMPLE[device_type]
-    return Site(
-        device_type=device_type,
-        dtype=dtype,
-        tokens=tokens,
-        hidden=hidden,
-        neurons=neurons,
-        gated=True,
-        training=False,
-    )
+    return Site(device_type, dtype, tokens, hidden, neurons, gated=True, training=False)
 
 
 def _print_pairs(console: Console, title: str, pairs: dict) -> None:

@@ -37,8 +37,8 @@ def run_eval(
     if sequence_length is not None and not text:
         reject("--sequence-length", sequence_length, "with --text only: held-out text has the run's windows")
     find_model(model)
-    from ..evaluation import evaluate_text, evaluate_windows, load_model  # takes seconds, with transformers
-    from ..evaluation.tasks import evaluate_tasks
+    # Takes seconds, with transformers.
+    from ..evaluation import evaluate_tasks, evaluate_text, evaluate_windows, load_model
     from ..train.data.sources import documents
 
     held_out = None if text or tasks else _held_out_of(model, verify=verify)

@@ -10,14 +10,7 @@ from .._errors import reject
 
 
 def run_generate(
-    *,
-    model: str,
-    prompt: str,
-    tokens: int | None,
-    temperature: float,
-    top_p: float,
-    seed: int,
-    dtype: str,
+    *, model: str, prompt: str, tokens: int | None, temperature: float, top_p: float, seed: int, dtype: str
 ) -> None:
     from ..train.checkpoints import find_model
 
@@ -26,8 +19,7 @@ def run_generate(
     from transformers import TextStreamer
 
     from .. import recorded_paths
-    from ..evaluation import load_model
-    from ..evaluation.text import check_ids
+    from ..evaluation import check_ids, load_model
 
     loaded, tokenizer = load_model(model, dtype=dtype)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(loaded.device)

@@ -8,7 +8,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from .._errors import reject
-from ..crossover.gpu import cache_file
+from ..crossover import cache_file
 from ..kernels.cpu.probe import measurements_file
 from ..measure.tune import SHARES, TOKENS, CpuLimits, tune_cpu, tune_gpu
 

@@ -15,7 +15,7 @@ from .._errors import FLOAT_DTYPES, reject
 class PackedMatrix(ABC):
     """Base of the formats; subclasses are frozen dataclasses whose tensors are fields.
 
-    `shape` is the shape of the dense matrix.
+    `shape` is the shape of the dense matrix; `values` has the dtype, unless a format says otherwise.
     """
 
     shape: tuple[int, int]
@@ -30,13 +30,14 @@ class PackedMatrix(ABC):
         """Number of active entries. Synchronises with the device."""
 
     @property
-    @abstractmethod
     def dtype(self) -> torch.dtype:
         """The dtype of the stored values and of `unpack()`."""
+        return self.values.dtype
 
-    @abstractmethod
     def _with_dtype(self, dtype: torch.dtype) -> Self:
         """The same pattern with values cast to `dtype`."""
+        values = {name: t.to(dtype) for name, t in self.tensors().items() if t.is_floating_point()}
+        return dataclasses.replace(self, **values)
 
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by field name."""

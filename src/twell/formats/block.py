@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Self
 
@@ -71,13 +70,6 @@ class BlockTwELL(PackedMatrix):
     @property
     def blocks(self) -> int:
         return self.counts.numel()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return dataclasses.replace(self, values=self.values.to(dtype))
 
     def slots(self) -> tuple[Tensor, Tensor]:
         """int64 [used], int64 [used]: the slots in use and the block each belongs to."""

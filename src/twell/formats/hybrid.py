@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -10,7 +9,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from .._errors import reject, require_choice, require_matrix
+from .._errors import reject, require_choice, require_int, require_matrix
 from .base import PackedMatrix, canonical_zeros
 
 
@@ -59,8 +58,7 @@ class Hybrid(PackedMatrix):
         require_matrix("dense", dense)
         dense = dense.detach()
         require_choice("overflow", overflow, ("grow", "error"))
-        if not isinstance(cap, int) or isinstance(cap, bool) or cap < 0:
-            reject("cap", repr(cap), "an integer >= 0")
+        require_int("cap", cap, 0)
         tokens, columns = dense.shape
         planned = _planned_rows(backup, tokens)
 
@@ -102,13 +100,6 @@ class Hybrid(PackedMatrix):
             shape=(tokens, columns),
             cap=cap,
         )
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return dataclasses.replace(self, values=self.values.to(dtype), backup=self.backup.to(dtype))
 
     def heavy_rows(self) -> int:
         """Rows held by the backup. Synchronises with the device."""
@@ -178,13 +169,6 @@ class HybridTransposed(PackedMatrix):
     backup_rows: Tensor
     shape: tuple[int, int]
     _axes: ClassVar[tuple[str, str]] = ("H", "M")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    def _with_dtype(self, dtype: torch.dtype) -> Self:
-        return dataclasses.replace(self, values=self.values.to(dtype), backup=self.backup.to(dtype))
 
     def unpack(self) -> Tensor:
         """dtype [H, M]. Synchronises with the device."""

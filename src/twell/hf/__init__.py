@@ -19,10 +19,9 @@ if importlib.util.find_spec("transformers") is None:
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .checkpoints import convert_state_dict
-from .compilation import compile_inside_checkpoints
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .convert import relufy, to_stock
-from .layers import set_neuron_major, sparse_mlps
+from .layers import compile_inside_checkpoints, set_neuron_major, sparse_mlps
 from .models import (
     SparseCausalLMOutput,
     SparseLlamaForCausalLM,

@@ -34,15 +34,7 @@ IGNORED_KEYS = [r"(^|\.)tracker\.", r"(^|\.)metrics_accumulator\."]
 _IGNORED = re.compile("|".join(IGNORED_KEYS))
 _MLP_KEY = re.compile(r"(?P<block>(?:.*\.)?layers\.(?P<layer>\d+)\.mlp\.)(?P<name>.+)")
 # Options that locate a checkpoint's files.
-HUB_OPTIONS = (
-    "cache_dir",
-    "force_download",
-    "local_files_only",
-    "proxies",
-    "revision",
-    "subfolder",
-    "token",
-)
+HUB_OPTIONS = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Options that a config consumes but the model needs as well.
 _SHARED_OPTIONS = ("dtype", "torch_dtype", "attn_implementation")
 

@@ -77,7 +77,7 @@ class SparsityConfig:
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """As transformers'; checks `sparsity_*` in kwargs as the constructor does."""
+        """transformers' `from_dict`; checks `sparsity_*` in kwargs as the constructor does."""
         names = [name for name in kwargs if name.startswith("sparsity_") or name == "hidden_act"]
         own = {name: kwargs.pop(name) for name in names}
         fields = config_dict | own

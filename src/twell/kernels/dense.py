@@ -13,7 +13,8 @@ from torch.nn.functional import linear
 
 from .._log import note_path
 from .._observers import operations_are_observed
-from ..problem import PLAIN, FfnArgs, FfnOutput, Gradients
+from ..activations import Activation
+from ..problem import FfnArgs, FfnOutput, Gradients, Tensors, are_plain
 from .cpu.gemm import Form, form_for, reads_badly, sum_all_rows
 
 _SUM_ROWS_TOKENS = 16  # from here on one copy of the weights is faster (7 ms at H 4096, D 1024)
@@ -27,13 +28,13 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str 
     reason:  why it runs dense, for `recorded_paths`.
     """
     note_path("dense", args.x, args.up.shape[0], reason=reason)
-    if not record and args.x.device.type == "cpu" and _only_values_matter() and _are_plain(args):
-        return FfnOutput(_forward_in_place(args, tuned))
+    if not record and args.x.device.type == "cpu" and _only_values_matter() and are_plain(args[:-1]):
+        return FfnOutput(in_place(products_for(args, tuned), args.activation, args[:-1]))
     return _finish(args, *_projections(args), record)
 
 
 def dense_forward_keeping(args: FfnArgs, record: bool, reason: str) -> tuple[FfnOutput, DenseActivations]:
-    """The same, and the activations that `dense_backward` would otherwise compute again."""
+    """`dense_forward`, and the activations that `dense_backward` would otherwise compute again."""
     note_path("dense", args.x, args.up.shape[0], reason=reason)
     kept = _projections(args)
     return _finish(args, *kept, record), kept
@@ -126,28 +127,28 @@ def _grad_hidden(
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # F.linear, or the same in another form
 
 
-def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product] | None:
-    """How to multiply selector, up and down where only values matter; None if their kinds do not settle it.
+def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product]:
+    """How to multiply selector, up and down where only values matter.
 
     tuned: on a CPU, in the form that is fastest there.
     """
-    if not _are_plain(args) or reads_badly(args.down):
-        return None
-    if not tuned or args.x.device.type != "cpu":
-        return linear, linear, linear
-    return tuple(linear if form is None else partial(_project, form) for form in _forms(args))
+    tuned = tuned and args.x.device.type == "cpu"
+    forms = _forms(args) if tuned else (None, None, None)
+    select, lift, lower = (linear if form is None else partial(_project, form) for form in forms)
+    return select, lift, _project_down if lower is linear and reads_badly(args.down) else lower
 
 
-def _forward_in_place(args: FfnArgs, tuned: bool) -> Tensor:
+def in_place(products: tuple[Product, Product, Product], activation: Activation, tensors: Tensors) -> Tensor:
     """y [..., D], the same numbers from fewer buffers. Little happens between products: threads that fall
     asleep there take 50 us to wake."""
-    select, up, down = _forms(args) if tuned else (None, None, None)
-    hidden = args.activation.apply_(_project(select, args.x, args.selector, args.selector_bias))
-    if args.gate is not None:
-        hidden.mul_(_project(up, args.x, args.up, args.up_bias))
-    if down is None:
-        return _project_down(hidden, args.down, args.down_bias)
-    return _project(down, hidden, args.down, args.down_bias)
+    x, up, down, gate, up_bias, down_bias, gate_bias = tensors
+    select, lift, lower = products
+    if gate is None:
+        hidden = activation.apply_(select(x, up, up_bias))
+    else:
+        hidden = activation.apply_(select(x, gate, gate_bias))
+        hidden.mul_(lift(x, up, up_bias))
+    return lower(hidden, down, down_bias)
 
 
 def _forms(args: FfnArgs) -> tuple[Form | None, ...]:
@@ -157,9 +158,7 @@ def _forms(args: FfnArgs) -> tuple[Form | None, ...]:
     return form_for(tokens, args.selector), form_for(tokens, args.up), form_for(tokens, args.down)
 
 
-def _project(form: Form | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    if form is None:
-        return linear(x, weight, bias)
+def _project(form: Form, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     product = form(x.reshape(-1, x.shape[-1]), weight)
     if bias is not None:
         product += bias
@@ -174,11 +173,6 @@ def _project_down(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
     if flat.shape[0] < _SUM_ROWS_TOKENS and down.mT.is_contiguous() and _only_values_matter():
         return sum_all_rows(flat, down, bias).view(*hidden.shape[:-1], down.shape[0])
     return linear(hidden, down.contiguous(), bias)
-
-
-def _are_plain(args: FfnArgs) -> bool:
-    """Whether all operands are plain tensors: a subclass may know F.linear and nothing else."""
-    return all(tensor is None or type(tensor) in PLAIN for tensor in args[:-1])
 
 
 def _only_values_matter() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..functional import ffn, ffn_with_stats
 from ..plan import Plan
-from ..synthetic import SyntheticFfn, make_ffn
+from ..synthetic import make_ffn
 from .timing import Timing, compare, speedup
 
 BASELINE = "dense eager"
@@ -103,7 +104,7 @@ def compare_ffn(
         functions[COMPILED] = torch.compile(stock_dense, fullgraph=True)
     operands = dict.fromkeys(functions, stock)
     for name, plan in plans.items():
-        functions[name] = _planned(plan)
+        functions[name] = partial(ffn, plan=plan)
         operands[name] = ours
 
     def loop(name: str) -> Callable[[], None]:
@@ -128,8 +129,11 @@ def compare_ffn(
         }
     return FfnComparison(
         case=case,
-        nnz=_mean_nnz(blocks[0]),
-        timings={name: _per_layer(timing, case.layers) for name, timing in timings.items()},
+        nnz=ffn_with_stats(*stock[0])[1].l0.item(),
+        timings={
+            name: Timing(tuple(sample / case.layers for sample in timing.samples))
+            for name, timing in timings.items()
+        },
         errors=errors,
     )
 
@@ -140,15 +144,3 @@ def stock_dense(x: Tensor, up: Tensor, down: Tensor, gate: Tensor | None) -> Ten
     if gate is None:
         return linear(torch.relu(linear(x, up)), down)
     return linear(torch.relu(linear(x, gate)) * linear(x, up), down)
-
-
-def _planned(plan: Plan | None) -> Callable[..., Tensor]:
-    return lambda *operands: ffn(*operands, plan=plan)
-
-
-def _mean_nnz(block: SyntheticFfn) -> float:
-    return ffn_with_stats(*block.operands())[1].l0.item()
-
-
-def _per_layer(timing: Timing, layers: int) -> Timing:
-    return Timing(tuple(sample / layers for sample in timing.samples))

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from .._errors import reject
+from .._errors import reject, require_text
 from .._files import write_atomically
 from . import environment
 from .timing import Timing
@@ -29,9 +29,21 @@ _WORD = r"[a-z0-9]+(?:[_.-][a-z0-9]+)*"
 _WHAT = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _NONE = type(None)
 
+# Fields of text, and fields that map strings to values of these types; a record has some of them.
+_TEXTS = ("commit", "unit", "preset")
+_ENTRIES = {
+    "hardware": (str, int, float, bool, _NONE),
+    "versions": (str, _NONE),
+    "shape": (int, str, bool),
+    "sparsity": (int, float),
+    "summary": (int, float, _NONE),
+    "last": (int, float),
+    "curve": (list,),
+}
+
 
 class _Sourced:
-    """What every record has: a name, where, when and from which code it was measured, and a line of JSON.
+    """The fields of every record: its name, and where, when and from which code it was measured.
 
     what:      slash-separated lowercase words, as "ffn_cpu/prefill/auto".
     hardware, versions, commit:  see `twell.measure.environment`.
@@ -47,9 +59,13 @@ class _Sourced:
     def __post_init__(self) -> None:
         if not isinstance(self.what, str) or not _WHAT.fullmatch(self.what):
             reject("what", repr(self.what), "slash-separated words of a-z and 0-9, joined by '_', '-' or '.'")
-        _require_text("commit", self.commit)
-        self._set("hardware", _checked_entries("hardware", self.hardware, (str, int, float, bool, _NONE)))
-        self._set("versions", _checked_entries("versions", self.versions, (str, _NONE)))
+        fields = {field.name for field in dataclasses.fields(self)}
+        for name in _TEXTS:
+            if name in fields:
+                require_text(name, getattr(self, name))
+        for name, kinds in _ENTRIES.items():
+            if name in fields:
+                self._set(name, _checked_entries(name, getattr(self, name), kinds))
         if not _is_utc(self.date):
             reject("date", repr(self.date), "ISO 8601 in UTC, as '2026-01-31T12:00:00+00:00'")
 
@@ -108,9 +124,8 @@ class Record(_Sourced):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_text("unit", self.unit)
         if self.baseline is not None:
-            _require_text("baseline", self.baseline)
+            require_text("baseline", self.baseline)
         if (self.baseline is None) != (self.baseline_value is None):
             given = f"{self.baseline_value!r} with baseline {self.baseline!r}"
             reject("baseline_value", given, "both or neither")
@@ -124,8 +139,6 @@ class Record(_Sourced):
             self._set("error", float(self.error))
 
         self._set("quantiles", self._checked_quantiles())
-        self._set("shape", _checked_entries("shape", self.shape, (int, str, bool)))
-        self._set("sparsity", _checked_entries("sparsity", self.sparsity, (int, float)))
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             reject("seed", repr(self.seed), "None or an integer")
 
@@ -172,15 +185,11 @@ class RunRecord(_Sourced):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require_text("preset", self.preset)
         self._set("settings", _checked_list("settings", self.settings, (str,)))
         self._set("seconds", _measured("seconds", self.seconds, "s"))
-        self._set("summary", _checked_entries("summary", self.summary, (int, float, _NONE)))
-        self._set("last", _checked_entries("last", self.last, (int, float)))
-        curve = _checked_entries("curve", self.curve, (list,))
         columns = {
             name: _checked_list(f"curve[{name!r}]", column, (int, float, _NONE))
-            for name, column in curve.items()
+            for name, column in self.curve.items()
         }
         if len({len(column) for column in columns.values()}) > 1:
             lengths = {name: len(column) for name, column in columns.items()}
@@ -289,11 +298,6 @@ def _measured(field: str, value: Any, unit: str) -> float:
     if unit in POSITIVE_UNITS and value <= 0:
         reject(field, repr(value), f"a number > 0 for unit {unit!r}")
     return float(value)
-
-
-def _require_text(field: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip():
-        reject(field, repr(value), "a non-empty string")
 
 
 def _checked_entries(field: str, entries: Any, kinds: tuple[type, ...]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import numpy as np
 import torch
 
-from .._errors import reject, require_positive_int
+from .._errors import reject, require_int, require_positive_int
 from .environment import checked_device
 
 SAMPLE_SECONDS = 1e-3
@@ -92,8 +92,7 @@ def compare(
     where = checked_device(device)
     if not isinstance(candidates, Mapping) or not candidates:
         reject("candidates", candidates, "a mapping of at least one name to a function")
-    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-        reject("warmup", repr(warmup), "an integer >= 0")
+    require_int("warmup", warmup, 0)
     require_positive_int("repetitions", repetitions)
     if calls_per_sample is not None:
         require_positive_int("calls_per_sample", calls_per_sample)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from .._errors import reject
-from ..crossover.cpu import MANY_TOKENS, PROBE_BUCKETS, remeasure
-from ..crossover.gpu import Shape, store
+from ..crossover import MANY_TOKENS, PROBE_BUCKETS, Shape, remeasure, store
 from ..functional import ffn
 from ..kernels.cpu.gemm import FEW_TOKENS
 from ..kernels.cpu.gemm import remeasure as remeasure_form
@@ -26,6 +25,7 @@ TOKENS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 1
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 MARGIN = 0.97  # sparse must take at most this share of dense's time, except with everything active
 _COLD_BYTES = 256 << 20
+_GPU_DTYPE = torch.bfloat16
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _QUICK_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -34,7 +34,6 @@ def tune_gpu(
     hidden: int = 2048,
     neurons: int = 5632,
     *,
-    dtype: torch.dtype = torch.bfloat16,
     gated: bool = True,
     tokens: Sequence[int] = TOKENS,
     repetitions: int = 15,
@@ -50,9 +49,7 @@ def tune_gpu(
     limits: dict[int, float] = {}
     with torch.no_grad():
         for count in tokens:
-            gains = {
-                share: _gain(count, hidden, neurons, share, dtype, gated, repetitions) for share in SHARES
-            }
+            gains = {share: _gain(count, hidden, neurons, share, gated, repetitions) for share in SHARES}
             limits[count] = crossing(gains)
             if report is not None:
                 report(count, limits[count], gains)
@@ -81,15 +78,13 @@ def crossing(gains: dict[float, float]) -> float:
     return limit
 
 
-def _gain(
-    count: int, hidden: int, neurons: int, share: float, dtype: torch.dtype, gated: bool, repetitions: int
-) -> float:
+def _gain(count: int, hidden: int, neurons: int, share: float, gated: bool, repetitions: int) -> float:
     matrices = 3 if gated else 2
     layers = max(1, -(-_COLD_BYTES // (matrices * hidden * neurons * 2))) if count <= 1024 else 1
     x = torch.randn(count, hidden, device="cuda", dtype=torch.float32)
     x[:, 0] = 8.0
-    x = x.to(dtype)
-    stack = [_layer(hidden, neurons, share, dtype, gated) for _ in range(layers)]
+    x = x.to(_GPU_DTYPE)
+    stack = [_layer(hidden, neurons, share, gated) for _ in range(layers)]
     plan = Plan(path="block", backend="gpu")
     timings = compare(
         {
@@ -104,7 +99,7 @@ def _gain(
 
 
 def _layer(
-    hidden: int, neurons: int, share: float, dtype: torch.dtype, gated: bool
+    hidden: int, neurons: int, share: float, gated: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """up, down, gate and neuron-major down, with the same `share` of the neurons active for every token."""
 
@@ -114,8 +109,9 @@ def _layer(
     selector, down = normal(neurons, hidden), normal(hidden, neurons)
     active = torch.randperm(neurons, device="cuda") < round(share * neurons)
     selector[:, 0] = torch.where(active, 2.0, -2.0)
-    up = normal(neurons, hidden).to(dtype) if gated else selector.to(dtype)
-    return up, down.to(dtype), selector.to(dtype) if gated else None, down.mT.contiguous().to(dtype)
+    selector, down = selector.to(_GPU_DTYPE), down.to(_GPU_DTYPE)
+    up = normal(neurons, hidden).to(_GPU_DTYPE) if gated else selector
+    return up, down, selector if gated else None, down.mT.contiguous()
 
 
 def _graphed(calls: Callable[[], Iterable[Tensor]]) -> Callable[[], None]:
@@ -163,15 +159,7 @@ def tune_cpu(
         for transposed in layouts:
             remeasure_form(tokens, hidden, neurons, threads, transposed)
     for dtype, tokens, neuron_major in product(_QUICK_DTYPES if quick else DTYPES, PROBE_BUCKETS, layouts):
-        site = CpuSite(
-            tokens=tokens,
-            hidden=hidden,
-            neurons=neurons,
-            dtype=dtype,
-            gated=gated,
-            neuron_major_down=neuron_major,
-            threads=threads,
-        )
+        site = CpuSite(tokens, hidden, neurons, dtype, gated, neuron_major, threads)
         if not sparse_can_pay(site):
             continue  # dense at any limit
         row, block = remeasure(site)

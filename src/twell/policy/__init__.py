@@ -8,24 +8,99 @@ anything was known; `decide_backward` takes their backward. `crossover` holds wh
 
 from __future__ import annotations
 
-from ..backends import get_backend
+import os
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from .._log import log_once
+from ..backends import Site, candidates, get_backend
+from ..kernels.cpu.weights import CpuSite
 from ..kernels.gpu.sizes import DEFAULT_ROWS
 from ..layer_state import LayerState, layer_of
-from ..problem import Decision, FfnArgs, source_of
+from ..plan import ENVIRONMENT_VARIABLE, Plan, parse_override
+from ..problem import AHEAD, Decision, FfnArgs, source_of
 from . import cpu, gpu
-from .resolution import Resolution, resolve, resolve_cached, resolve_observed
 
-__all__ = [
-    "Resolution",
-    "decide",
-    "decide_backward",
-    "decide_inside",
-    "resolve",
-    "resolve_cached",
-    "resolve_observed",
-]
 
-_AHEAD = 255  # calls that repeat a settled decision before everything is checked again
+class Resolution(NamedTuple):
+    """A plan, resolved for a site; `decide` settles path "auto" call by call."""
+
+    path: str
+    block_rows: int
+    backend: str
+    reason: str
+
+
+def resolve(plan: Plan | None, site: Site) -> Resolution:
+    """Find a path for `site`, and a backend that can run it.
+
+    The environment variable TWELL_PLAN wins over `plan`, and `plan` over "auto". Where the wanted backend or
+    path cannot run, dense runs, with one log line per reason.
+    """
+    override = os.environ.get(ENVIRONMENT_VARIABLE)
+    wanted = parse_override(override) if override else (plan or Plan())
+    named_by = "TWELL_PLAN names it" if override else "the plan names it"
+    if wanted.path == "dense" and wanted.backend is None:
+        return Resolution("dense", 0, "dense", named_by)
+    named = wanted.backend is not None
+    refusals, never_pays = [], None
+    for backend in (get_backend(wanted.backend),) if named else candidates():
+        refusal = backend.refuses(site, wanted.path)
+        if refusal is not None:
+            refusals.append(f"backend {backend.name!r}: {refusal}")
+            continue
+        if wanted.path != "auto":
+            return Resolution(wanted.path, wanted.block_rows, backend.name, named_by)
+        never_pays = None if named else _why_never(backend.name, site)
+        if never_pays is None:
+            if site.training and site.tokens is None:
+                log_once(
+                    "compiled training steps run dense with an automatic plan: SparseMLP.eager = True "
+                    'decides between graphs; Plan(path="block") trains on the active set inside of them'
+                )
+            return Resolution("auto", wanted.block_rows, backend.name, "automatic")
+    if never_pays is not None:
+        return Resolution("dense", 0, "dense", never_pays)
+    reason = "; ".join(refusals)
+    log_once(f"running dense instead of {wanted.path!r}: {reason}")
+    return Resolution("dense", 0, "dense", reason)
+
+
+def resolve_observed(resolution: Resolution, training: bool) -> Resolution:
+    """Adapt `resolution` where a compiler, a dispatch mode or a tensor subclass observes the operations.
+
+    An automatic plan trains dense there: the observer sees the whole block (a compiler fuses it) and the
+    backward computes nothing twice, which beats an op that may turn out dense inside.
+    """
+    if training and resolution.path == "auto":
+        return Resolution("dense", 0, "dense", "automatic plans train dense where operations are observed")
+    return resolution
+
+
+def _why_never(backend: str, site: Site) -> str | None:
+    """Why an automatic plan runs dense whatever the layer, if it does."""
+    if backend == "cpu" and site.tokens is not None:
+        neuron_major, threads = True, torch.get_num_threads()  # the layout of `down` does not matter here
+        kind = site.tokens, site.hidden, site.neurons, site.dtype, site.gated, neuron_major, threads
+        return cpu.why_never(CpuSite(*kind))
+    if backend == "gpu" and site.dtype == torch.float32:
+        return gpu.FLOAT32
+    return None
+
+
+@lru_cache(maxsize=4096)
+def resolve_cached(
+    state: object, plan: str | None, *site: str | torch.dtype | int | bool | None
+) -> Resolution:
+    """`resolve`, cached.
+
+    state:  `resolution_state()`, for the key only.
+    plan:   its `spec`: a `Plan` that traced code builds has no fields yet.
+    site:   the fields of a `Site`.
+    """
+    return resolve(None if plan is None else Plan.parse(plan), Site(*site))
 
 
 def decide(
@@ -42,7 +117,7 @@ def decide(
     hooked: whether hooks see what the step saves for its backward, as in a checkpoint.
     """
     if resolution.backend == "dense":
-        decision = Decision("dense", 0, "dense", resolution.reason, ahead=_AHEAD, layer=layer)
+        decision = Decision("dense", 0, "dense", resolution.reason, ahead=AHEAD, layer=layer)
     elif resolution.path == "auto":
         decision = _automatic(args, resolution, layer, training, hooked)
     else:
@@ -104,7 +179,7 @@ def _named(
 ) -> Decision:
     """Take a named path as it is, where the kernels reach."""
     path, rows, backend, reason = resolution
-    decision = Decision(path, rows, backend, reason, ahead=_AHEAD, layer=layer)
+    decision = Decision(path, rows, backend, reason, ahead=AHEAD, layer=layer)
     if get_backend(backend).rules != "gpu" or path == "dense":
         return decision
     unreachable = gpu.why_out_of_reach(args, training, rows or DEFAULT_ROWS)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ..crossover.cpu import MANY_TOKENS, PROBE_UNION, block_pays, row_limit
+from ..crossover import MANY_TOKENS, PROBE_UNION, block_pays, row_limit
 from ..kernels.cpu.backward import active_pairs
 from ..kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
 from ..kernels.cpu.weights import CpuSite, site_of
 from ..layer_state import LayerState
-from ..problem import Decision, FfnArgs
+from ..problem import AHEAD, Decision, FfnArgs
 
 # What a core does in the dense finish, fp32: it reads 10 GB/s of cold weights (2 Zen 3 cores 15 together, 16
 # Sapphire Rapids cores 180) and multiplies at 60 GFLOP/s (139 and 900 together).
@@ -46,8 +46,6 @@ _BACKWARD_SAMPLED_SHARE = 32  # looks at one token in 32: about 1% of the dense 
 _BACKWARD_SAMPLED_TOKENS = range(16, 65)
 _GOLDEN_RATIO = 0.6180339887498949
 
-_AHEAD = 255  # calls that repeat "too small" before everything is checked again
-
 _TOO_SMALL = "too little work: looking for zeros would cost more than they save"
 _UNITS = "16-bit matrix units multiply densely faster than anything sparse"
 
@@ -63,6 +61,13 @@ def sparse_can_pay(site: CpuSite) -> bool:
     reading = weights * site.dtype.itemsize / (_READ_BYTES_PER_CORE * site.threads)
     multiplying = 2 * site.tokens * weights / (_FLOPS_PER_CORE * site.threads)
     return reading >= _WORTH_LOOKING_SECONDS or multiplying >= _MANY_WORTH_LOOKING_SECONDS
+
+
+def why_never(site: CpuSite) -> str | None:
+    """Why sparsity cannot pay here, however few neurons are active."""
+    if sparse_can_pay(site):
+        return None
+    return _UNITS if site.native_16_bit else _TOO_SMALL
 
 
 class MeasuredChunks:
@@ -97,17 +102,17 @@ class MeasuredChunks:
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call."""
+    """Decide a call with an automatic plan."""
     site = site_of(args)
-    if sparse_can_pay(site):
+    reason = why_never(site)
+    if reason is None:
         return _by_chunks(site, block_rows, layer)
-    reason = _UNITS if site.native_16_bit else _TOO_SMALL
     chunks = MeasuredChunks(site)  # tells the backend, should it run this, that nobody named a path
-    return Decision("dense", 0, "dense", reason, ahead=_AHEAD, chunks=chunks, layer=layer)
+    return Decision("dense", 0, "dense", reason, ahead=AHEAD, chunks=chunks, layer=layer)
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
-    """What an automatic plan does with a training step, from a look at a few tokens.
+    """Decide a training step with an automatic plan, from a look at a few tokens.
 
     A checkpoint that computes the step again gets the same answer, so `hooked` does not matter.
     """

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from .._log import log_once
-from ..crossover.gpu import Shape, share_limit
+from ..crossover import Shape, share_limit
 from ..kernels.gpu.device import gpu_of
-from ..kernels.gpu.operands import is_neuron_major
 from ..kernels.gpu.sizes import (
     DECODE_TOKENS,
     DEFAULT_ROWS,
@@ -16,7 +15,7 @@ from ..kernels.gpu.sizes import (
     whole_blocks,
 )
 from ..layer_state import LayerState
-from ..problem import Decision, FfnArgs
+from ..problem import AHEAD, Decision, FfnArgs
 
 # 768 tokens at D 2048, H 5632. Between decode and this much work, sparse lost.
 BLOCK_OPERATIONS = 5.3e10
@@ -35,24 +34,22 @@ _ENTER, _LEAVE = 0.5, 0.55
 # Calls between readings of a layer, in the long run: reading one costs the host as much as a few calls.
 LOOK_AGAIN = 256
 
-# Calls that repeat a decision without a reading; then limits are looked up again, as tuning may change them.
-UNREAD = 255
-
 # Blocks without a gate have a slower down kernel, which was not measured with everything active.
 _PLAIN_LIMIT = 0.5
 
+FLOAT32 = "float32 products run on tensor cores at reduced precision or not at all"
 _READ = "a reading: now and then a call measures how active the layer is"
 
 
 def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decision:
-    """What an automatic plan does with a call. The first of a kind runs sparse to be read, if that may pay;
+    """Decide a call with an automatic plan. The first of a kind runs sparse to be read, if that may pay;
     later readings ride along with whatever runs."""
     reason = why_out_of_reach(args, training=False)
     limit = 0.0
     if reason is None:
         limit, reason = _limit(args)
     if limit <= 0:
-        return Decision("dense", 0, "dense", reason, ahead=UNREAD, layer=layer)
+        return Decision("dense", 0, "dense", reason, ahead=AHEAD, layer=layer)
     reading = layer.reading(args.selector, args.x.shape[0], training=False)
     seen = reading.known()
     share = seen[0]
@@ -68,7 +65,7 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
         return block
     if limit >= 1:
         reading.ran = True
-        return block._replace(ahead=UNREAD)
+        return block._replace(ahead=AHEAD)
     due, first = reading.is_due(LOOK_AGAIN), not reading.ran
     if fits or (due and first):
         reading.ran = True
@@ -80,14 +77,14 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
 
 
 def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: bool) -> Decision:
-    """What an automatic plan does with a training step; counts it.
+    """Decide a training step with an automatic plan, and count it.
 
     hooked: whether hooks see what the step saves. A checkpoint computes the step again and wants the same
     saved: "auto" then decides inside, where either path saves the same.
     """
     dense = Decision("dense", block_rows, "dense", _why_training_cannot_pay(args) or "", layer=layer)
     if dense.reason:
-        return dense._replace(ahead=UNREAD)
+        return dense._replace(ahead=AHEAD)
     if hooked:
         return Decision("auto", block_rows, "gpu", "inside a checkpoint", layer=layer)
     reading = layer.reading(args.selector, args.x.shape[0], training=True)
@@ -147,10 +144,10 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
     """The share of active neurons up to which this call runs sparse; if 0, never, and why."""
     neurons, hidden = args.selector.shape
     if args.x.dtype == torch.float32:
-        return 0.0, "float32 products run on tensor cores at reduced precision or not at all"
+        return 0.0, FLOAT32
     tokens = whole_blocks(args.x.shape[0])
     gated = args.gate is not None
-    if operations(args) < TRANSPOSE_OPERATIONS and not is_neuron_major(args.down):
+    if operations(args) < TRANSPOSE_OPERATIONS and not args.down.mT.is_contiguous():
         reason = (
             "`down` is not neuron-major (down.mT contiguous), and transposing it would cost more than the "
             "sparsity saves"
@@ -180,7 +177,7 @@ def _why_training_cannot_pay(args: FfnArgs) -> str | None:
     """Sparse training was measured for Hopper's kernels, with enough work to hide the launches."""
     x = args.x
     if x.dtype == torch.float32:
-        return "float32 products run on tensor cores at reduced precision or not at all"
+        return FLOAT32
     reason = why_out_of_reach(args, training=True)
     if reason is not None:
         return reason

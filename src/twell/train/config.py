@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .._errors import reject
+from .._errors import reject, require_choice, require_int, require_text
 from .._files import user_cache
 from ..activations import Activation
 from ..plan import Plan
@@ -58,7 +58,7 @@ class ModelConfig:
     plan: str | None = setting(None, "twell.Plan of every layer (dense, block, ...); null: layers decide.")
 
     def __post_init__(self) -> None:
-        _one_of("model.architecture", self.architecture, ARCHITECTURES)
+        require_choice("model.architecture", self.architecture, ARCHITECTURES)
         _positive(
             "model", self, "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "positions"
         )
@@ -120,21 +120,21 @@ class DataConfig:
     def __post_init__(self) -> None:
         if isinstance(self.source, list):
             object.__setattr__(self, "source", tuple(self.source))
-        if not self.sources or not all(_is_text(name) for name in self.sources):
+        if not self.sources or not all(isinstance(name, str) and name.strip() for name in self.sources):
             reject("data.source", repr(self.source), "'python', a path, 'hf:NAME', or a list of these")
         for name in ("text_field", "tokenizer"):
-            if not _is_text(getattr(self, name)):
-                reject(f"data.{name}", repr(getattr(self, name)), "a non-empty string")
-        if self.cache is not None and not _is_text(self.cache):
-            reject("data.cache", repr(self.cache), "None or a folder")
-        _integer("vocab_size", self.vocab_size, BYTE_TOKENS, ": one per byte, one end")
+            require_text(f"data.{name}", getattr(self, name))
+        if self.cache is not None:
+            require_text("data.cache", self.cache, "None or a folder")
+        require_int("data.vocab_size", self.vocab_size, BYTE_TOKENS, ": one per byte, one end")
         for name in ("tokenizer_bytes", "sequence_length", "held_out_tokens"):
-            _integer(name, getattr(self, name), 1)
+            require_int(f"data.{name}", getattr(self, name), 1)
         if type(self.held_out) not in (int, float) or not 0 <= self.held_out < 1:
             reject("data.held_out", repr(self.held_out), "a number from 0 to 1, without 1")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, self.sequence_length, " (sequence_length), or None")
-        _integer("seed", self.seed, 0)
+            least = self.sequence_length
+            require_int("data.max_tokens", self.max_tokens, least, " (sequence_length), or None")
+        require_int("data.seed", self.seed, 0)
 
     @property
     def prepared(self) -> Path | None:
@@ -213,7 +213,7 @@ class TrainConfig:
     report: tuple[str, ...] = setting((), "Where else metrics go: tensorboard, wandb, ...")
 
     def __post_init__(self) -> None:
-        _one_of("train.precision", self.precision, PRECISIONS)
+        require_choice("train.precision", self.precision, PRECISIONS)
         _positive("train", self, "steps", "batch", "micro_batch", "lr", "eps", "log_every")
         _not_negative("train", self, "final_lr", "warmup", "weight_decay", "clip", "eval_every", "save_every")
         _not_negative("train", self, "workers", "seed")
@@ -291,17 +291,3 @@ def _not_negative(section: str, config: Any, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and not 0 <= value < math.inf:
             reject(f"{section}.{name}", value, "a number of at least 0")
-
-
-def _one_of(name: str, value: str, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        reject(name, repr(value), " | ".join(accepted))
-
-
-def _integer(name: str, value: Any, least: int, why: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        reject(f"data.{name}", repr(value), f"an integer >= {least}{why}")
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())

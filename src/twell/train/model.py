@@ -24,7 +24,7 @@ from .data.tokenizer import load_tokenizer
 
 _SPARSE = {"llama": hf.SparseLlamaConfig, "qwen2": hf.SparseQwen2Config}
 _DENSE = {"llama": LlamaConfig, "qwen2": Qwen2Config}
-_STORED = {
+_STORED = {  # our name -> transformers'
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "layers": "num_hidden_layers",
@@ -39,14 +39,7 @@ _ACCEPTED = "a causal language model that transformers can read"
 _OPTIMISER_SHARDS = "ACCELERATE_USE_FSDP"
 
 
-def build_model(
-    config: ModelConfig,
-    *,
-    vocab_size: int,
-    eos_token_id: int,
-    l1: float,
-    eager: bool = False,
-):
+def build_model(config: ModelConfig, *, vocab_size: int, eos_token_id: int, l1: float, eager: bool = False):
     """The model, on the CPU in float32. Draws new weights from torch's global generator.
 
     vocab_size:  size of the tokenizer; a checkpoint may have a larger one.
@@ -67,17 +60,9 @@ def build_model(
 
 
 def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
-    shared = {
+    shared = {theirs: getattr(config, ours) for ours, theirs in _STORED.items()} | {
         "vocab_size": -(-vocab_size // 64) * 64,  # whole tiles in the last product
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads or config.heads,
-        "max_position_embeddings": config.positions,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "initializer_range": config.initializer_range,
         "bos_token_id": None,
         "eos_token_id": eos_token_id,
         "use_cache": True,
@@ -85,10 +70,7 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
     if config.dense:
         return _DENSE[config.architecture](**shared, hidden_act=config.activation)
     return _SPARSE[config.architecture](
-        **shared,
-        sparsity_l1_coeff=l1,
-        sparsity_gated_mlp=config.gated,
-        sparsity_activation=config.activation,
+        **shared, sparsity_l1_coeff=l1, sparsity_gated_mlp=config.gated, sparsity_activation=config.activation
     )
 
 

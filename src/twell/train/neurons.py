@@ -47,12 +47,11 @@ class FiringTracker:
         self._window += self._step
         self._step.zero_()
 
-    def active_per_token(self, reset: bool = True) -> list[float] | None:
-        """Mean active neurons per token of every layer since the last reset; None without any token."""
+    def active_per_token(self) -> list[float] | None:
+        """Mean active neurons per token of every layer since the last call; None without any token."""
         sums = [part.sum() for part in self._window[:-1].split(self.layer_sizes)]
         totals = torch.stack([*sums, self._window[-1]]).tolist()
-        if reset:
-            self._window.zero_()
+        self._window.zero_()
         return [total / totals[-1] for total in totals[:-1]] if totals[-1] else None
 
     def dead(self, after: int) -> list[Tensor]:
@@ -73,7 +72,7 @@ class FiringTracker:
         self.silent.split(self.layer_sizes)[layer][neurons] = 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same on every process, after `finish_step`."""
+        """Equal on every process, after `finish_step`."""
         return {"silent": self.silent.cpu(), "window": self._window.cpu(), "seen": self._seen.cpu()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

@@ -14,13 +14,7 @@ Settings = dict[str, Any]
 def tiny() -> Settings:
     """A few minutes on two CPU cores, with the source of Python's standard library."""
     return {
-        "model": {
-            "hidden_size": 256,
-            "intermediate_size": 1536,
-            "layers": 2,
-            "heads": 4,
-            "positions": 256,
-        },
+        "model": {"hidden_size": 256, "intermediate_size": 1536, "layers": 2, "heads": 4, "positions": 256},
         "data": {
             "source": "python",
             "vocab_size": 2048,

@@ -33,12 +33,10 @@ from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
 from .distributed import is_first
-from .interrupt import SaveOnInterrupt
-from .metrics import MetricsFile, check_reporters, read_metrics
+from .metrics import MetricsFile, ProgressBar, check_reporters, read_metrics
 from .model import build_model, with_checkpoint
-from .progress import ProgressBar
 from .run_folder import CHOICES, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
-from .trainer import SparseTrainer
+from .trainer import SaveOnInterrupt, SparseTrainer
 
 # The penalty's gradient flows through recomputed activations: reentrant checkpoints would lose it.
 _CHECKPOINTS = {"use_reentrant": False}
@@ -156,11 +154,7 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     micro = train.micro_batch or max(train.batch // world, 1)
     if train.batch % (micro * world):
-        reject(
-            "train.batch",
-            train.batch,
-            f"a multiple of micro_batch x processes = {micro} x {world}",
-        )
+        reject("train.batch", train.batch, f"a multiple of micro_batch x processes = {micro} x {world}")
     decay = {"lr_scheduler_type": "cosine"}
     if train.final_lr:
         decay = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": train.final_lr}}
@@ -302,14 +296,8 @@ def _summary(
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "train_ce_loss": last.get("ce_loss"),
         "held_out_ce_loss": evaluated.get("eval_loss"),
-        "held_out_perplexity": evaluated.get("eval_perplexity"),
-        "held_out_nnz": evaluated.get("eval_nnz"),
-        "held_out_dead": evaluated.get("eval_dead"),
-        "held_out_dead_window": evaluated.get("eval_dead_window"),
-        "nnz": last.get("nnz"),
-        "dead": last.get("dead"),
-        "dead_window": last.get("dead_window"),
-        "revived": last.get("revived"),
+        **{f"held_out_{n}": evaluated.get(f"eval_{n}") for n in ("perplexity", "nnz", "dead", "dead_window")},
+        **{name: last.get(name) for name in ("nnz", "dead", "dead_window", "revived")},
         "tokens_per_second": rates[len(rates) // 2] if rates else None,
         "data_tokens": data.train_tokens,
         "processes": trainer.args.world_size,

@@ -1,9 +1,15 @@
-"""transformers' `Trainer` with the sparsity recipe, checked checkpoints and a fixed order of the data."""
+"""transformers' `Trainer` with the sparsity recipe, checked checkpoints and a fixed order of the data.
+
+Ctrl-C and SIGTERM end a run after the current step, with a checkpoint.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import signal
+import threading
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +18,7 @@ import torch
 from accelerate import FullyShardedDataParallelPlugin
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Trainer, default_data_collator
+from transformers import PreTrainedModel, Trainer, TrainerCallback, default_data_collator
 from transformers.trainer_utils import EvalLoopOutput
 
 from .._errors import reject
@@ -20,11 +26,12 @@ from .._files import needs_space
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
 from .data import RunOrder
-from .distributed import any_of_all, sum_over_all, wait_for_all
-from .interrupt import outlive_signals
+from .distributed import any_of_all, are_several, sum_over_all, wait_for_all
 from .metrics import Pace
 from .neurons import FiringTracker
 from .recipe import Recipe
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class SparseTrainer(Trainer):
@@ -186,3 +193,55 @@ def adapt_fsdp(plugin: FullyShardedDataParallelPlugin, revive_every: int) -> Non
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def outlive_signals(then: Callable[[int], None] | None, worker: int) -> None:
+    """Make a data-loading process ignore signals, which go to all processes of a job.
+
+    The run still has a step to finish and a checkpoint to save; the training process ends its workers.
+    """
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if then is not None:
+        then(worker)
+
+
+class SaveOnInterrupt(TrainerCallback):
+    """The first signal saves and stops; a second one stops at once.
+
+    Several processes must agree on the step, so they look at the signal when they log metrics.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> SaveOnInterrupt:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python takes no handlers
+            for number in _SIGNALS:
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: object) -> None:
+        self.interrupted = True
+        self._restore()  # the next signal acts as usual
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._all_stop(args, state.global_step):
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _all_stop(self, args, step: int) -> bool:
+        if are_several():
+            if step % args.logging_steps:
+                return False
+            self.interrupted = any_of_all(torch.tensor(self.interrupted, device=args.device))
+        return self.interrupted

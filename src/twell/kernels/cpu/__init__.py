@@ -2,8 +2,7 @@
 
 Its files:
 
-    forward    a call, chunk by chunk: the selector (gate) projection, then the cheapest finish
-    paths      the three finishes: row, block and dense
+    forward    a call, chunk by chunk: the selector (gate) projection, then the cheapest of the three finishes
     backward   gradients on the active (token, neuron) pairs
     weights    how a call reads its weights: dtype, orientation, copies
     csr        the row path's primitives: sampled dot products, weighted row sums

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..._log import note_path
 from ..._observers import operations_are_observed
 from ...activations import Activation, largest_at_most
-from ...problem import PLAIN, Decision, FfnArgs, Gradients, Saved
+from ...problem import Decision, FfnArgs, Gradients, Saved, are_plain, is_trained
 from ..dense import dense_backward
 from .csr import RowPattern, RowSums, sampled_dot
 from .weights import site_of
@@ -25,12 +25,7 @@ CHUNK_TOKENS = 2048  # bounds the memory; M 2048, D 1024, H 4096, 1% active: chu
 
 
 def cpu_backward(
-    args: FfnArgs,
-    saved: Saved,
-    decision: Decision,
-    grad_y: Tensor,
-    grad_l1: Tensor | None,
-    needed: FfnArgs,
+    args: FfnArgs, saved: Saved, decision: Decision, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
 ) -> Gradients:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias), as `dense_backward` defines them.
 
@@ -41,7 +36,9 @@ def cpu_backward(
     16-bit operands are computed in float32 and rounded once, except on CPUs that multiply 16-bit matrices in
     hardware.
     """
-    if decision.backend == "dense" or not _only_values_matter((*args[:-1], grad_y)):
+    tensors = (*args[:-1], grad_y)
+    more_than_values = operations_are_observed() or not are_plain(tensors) or is_trained(tensors)
+    if decision.backend == "dense" or more_than_values:
         return dense_backward(args, grad_y, grad_l1, needed)
     site = site_of(args)
     dtype = wide = args.x.dtype
@@ -57,7 +54,7 @@ def cpu_backward(
 
 
 def _sparse_backward(args: FfnArgs, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs) -> Gradients:
-    """The same on the active pairs, however many. float32 or float64; bias gradients come in float64."""
+    """`dense_backward` on the active pairs, in float32 or float64; bias gradients come in float64."""
     tokens = args.x.shape[0]
     neuron_major = args.down.mT.is_contiguous()
     grad_y = grad_y.contiguous()
@@ -154,12 +151,3 @@ class _Pairs:
 def active_pairs(pre: Tensor, activation: Activation) -> Tensor:
     """bool, shaped like `pre`; a NaN counts as active."""
     return (pre <= largest_at_most(activation.threshold, pre.dtype)).logical_not_()
-
-
-def _only_values_matter(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether these are plain numbers: nobody observes or differentiates what is done to them."""
-    return not (
-        operations_are_observed()
-        or any(t is not None and type(t) not in PLAIN for t in tensors)
-        or (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
-    )

@@ -181,7 +181,7 @@ def sum_all_rows(hidden: Tensor, down: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _sum_in_float32(hidden: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-    """The same with a bias, which may cancel most of a sum: nothing is rounded to 16 bits before."""
+    """`sum_all_rows` with a bias, which may cancel most of a sum: nothing is rounded to 16 bits before."""
     total = bias.float().expand(hidden.shape[0], -1).contiguous()
     step = max(_SLICE // max(rows.shape[1], 1), 1)
     for first in range(0, rows.shape[0], step):

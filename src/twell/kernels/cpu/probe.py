@@ -26,7 +26,7 @@ from ..._log import log_once
 from ..._processor import cpu_name, fingerprint
 from ..._version import __version__
 
-_QUIET_ROUNDS = 4  # stop after so many in which no time falls
+_QUIET_ROUNDS = 4  # stop after this many in which no time falls
 _FELL = 0.97  # a time below this share of the least before has fallen
 _MOST_SECONDS = 0.5  # per try, but at least two rounds
 _MOST_TRIES = 5

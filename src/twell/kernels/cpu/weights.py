@@ -82,7 +82,6 @@ class WeightViews:
         self._copies: dict[str, Tensor] = {}
         self.x = args.x
         self.gated = args.gate is not None
-        self.output_size = args.down.shape[0]
         self.wide_dtype = torch.promote_types(args.x.dtype, torch.float32)
         self.site = site_of(args)
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from ...problem import Existing, FfnArgs
 from .backward_launches import Active, BackwardLaunches, Gradients, keeps_rest
 from .operands import STEADY, Operands, prepare, readable
-from .overflow import overflow_counter
 from .sizes import backward_rounds
 from .tape import Tapes, recorded, stream_of, tape_of
-from .workspace import kept_workspace, zeros
+from .workspace import kept_workspace, overflow_counter, zeros
 
 
 def gpu_backward(
@@ -29,10 +28,10 @@ def gpu_backward(
     grad_y:   [M, E].
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
-    overflow:  whether more than a third of the neurons is expected to be active, if that is known; see
+    overflow: whether more than a third of the neurons is expected to be active, if that is known; see
               `BackwardLaunches`.
-    into:     gradients of up, down and gate to add to, those that are needed; the result then has None there.
-    tapes:    of earlier calls of this layer, for those that come.
+    into:     needed gradients of up, down and gate to add to; the result then has None there.
+    tapes:    launches of earlier calls of this layer, for later ones.
     """
     if args.x.is_cuda and args.x.device.index != torch.cuda.current_device():
         with torch.cuda.device(args.x.device):  # Triton launches on the current device
@@ -76,7 +75,8 @@ def _allocated(tensors: tuple[Tensor | None, ...], needed: FfnArgs) -> Gradients
 def _in_order(
     gradients: Gradients, down: Tensor | None, summed: Tensor | None, gated: bool
 ) -> tuple[Tensor | None, ...]:
-    """As callers want them. down: that of `down`, [E, H]; summed: grad_y if `down_bias` has one."""
+    """In the order of the operands. down: the gradient of `down`, [E, H]; summed: grad_y if `down_bias` has a
+    gradient."""
     selects = gradients.select, gradients.select_bias
     ups = (gradients.up, gradients.up_bias) if gated else selects
     gate, gate_bias = selects if gated else (None, None)
@@ -164,6 +164,6 @@ def _replay(
 
 
 def _kind(step: tuple, grad_l1: Tensor | None, gradients: Gradients) -> tuple:
-    """Of a tape."""
+    """The kind of a backward's tape."""
     dtypes = tuple(None if tensor is None else tensor.dtype for tensor in gradients.tensors)
     return "backward", step, None if grad_l1 is None else grad_l1.dtype, gradients.add, dtypes

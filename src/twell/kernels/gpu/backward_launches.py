@@ -6,13 +6,13 @@
     combine           hidden activations and gradients of pre-activations and up values
     gathered_sums     grad_x
     frequent_weights  gradients of the weights of frequent neurons: dense products over all tokens
-    rare_weights      of the others: token by token
+    rare_weights      gradients of the other weights: token by token
 
 With few tokens, or where more than a third of the neurons is expected to be active, the pool has room for all
 neurons in all blocks, and there is one round. Else it has room for a third of them. Whatever is listed goes
-into round 0 if it is less than that; else three rounds take a third of the neurons each. Which it is is
-decided on the device: all rounds are always launched, and later ones usually find nothing to do. They take
-all their neurons for frequent, which needs fewer launches.
+into round 0 if it is less than that; else three rounds take a third of the neurons each. The device decides
+which: all rounds are always launched, and later ones usually find nothing to do. They take all their neurons
+for frequent, which needs fewer launches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Source, Tiled, kind_number, launch
 from .operands import Operands, element_bytes
-from .overflow import overflow_counter
 from .portable_tiles import backward_tiles
 from .sizes import backward_rounds, cdiv, planes_of, power_of_two
 from .triton.combine import combine
@@ -34,9 +33,9 @@ from .triton.products import gather_products
 from .triton.schedule import count_tokens, order_neurons, plan_rounds
 from .triton.sums import gathered_sums
 from .triton.weight_gradients import bias_sums, frequent_weights, rare_weights
-from .workspace import Part, buffer_sizes, carve
+from .workspace import Part, buffer_sizes, carve, overflow_counter
 
-# A neuron that fires for fewer than one token in so many is rare: its tokens one by one cost less than a
+# A neuron that fires for fewer than one token in RARE is rare: its tokens one by one cost less than a
 # dense product over all (a third of a microsecond of the device per neuron and 16,384 tokens). Up to six
 # times as often is a matter of what fills the device; see `order_neurons`.
 RARE = 256
@@ -60,9 +59,9 @@ class Active:
 
 @dataclass
 class Gradients:
-    """What is wanted, allocated, else None. Weights neuron-major: select, up [H, D], down [H, E].
+    """The wanted gradients, allocated; the others None. Weights neuron-major: select, up [H, D], down [H, E].
 
-    add: whether those of weights are added to what their tensors hold; they then have one dtype, any.
+    add: whether gradients of weights are added to what their tensors hold; they then share a dtype.
     """
 
     x: Tensor | None
@@ -153,7 +152,7 @@ class BackwardLaunches:
 
     @property
     def rows(self) -> int:
-        """Of a plane of the pool."""
+        """Rows in a plane of the pool."""
         return self.blocks * self.chunks_per_round * self.tiles.chunk
 
     def run(self) -> None:
@@ -440,11 +439,11 @@ class BackwardLaunches:
         dtype = self.operands.x.dtype
         # Places, and two counters for every round, 16 bytes apart: all zeros before the first kernel.
         cleared = numbers(blocks * neurons), numbers(2 * self.rounds, 4)
-        # Rare neurons fire for at most so many tokens each.
+        # The most tokens that all rare neurons fire for together.
         capacity = neurons * self.limit * _CANDIDATES
         parts = (
             ((self.planes, self.rows, self.active.rows), dtype),
-            # Of each round; rows of multiples of 16 bytes.
+            # One row for each round, in multiples of 16 bytes.
             numbers(self.rounds, cdiv(blocks * 3, 4) * 4),
             numbers(self.rounds, cdiv(blocks * self.chunks_per_round * 3, 4) * 4),
             numbers(self.rounds, 4),

@@ -17,12 +17,12 @@ from .workspace import Piece
 
 WORKSPACE_BYTES = 2 << 30
 _LARGEST_CHUNK = 256  # hidden rows come in whole chunks of up
-_BLOCKS, _NEURONS = 8, 32  # of one program of the statistics
+_BLOCKS, _NEURONS = 8, 32  # that one program gathers statistics of
 
 
 @dataclass(frozen=True)
 class BlockRun:
-    """What a call leaves: y [M, E], the statistics if asked for, and which neurons were active.
+    """The results of a call: y [M, E], the statistics if asked for, and which neurons were active.
 
     lists int32 [B * H and a chunk more]: block b's active neurons, ascending, from b * H; counts int32 [B].
     Unless `keep` was asked for there are no lists, and counts of the last slab only, in the workspace.
@@ -49,7 +49,7 @@ def run_blocks(
     operands: Operands, rows: int, record: bool, keep: bool = False, tapes: Tapes | None = None
 ) -> BlockRun:
     """rows: tokens per block, 0 for the default; keep: lists and counts of all slabs, for a backward pass;
-    tapes: of earlier calls of this layer, for those that come."""
+    tapes: launches of earlier calls of this layer, for later ones."""
     x, y = operands.x, operands.x.new_empty(operands.tokens, operands.outputs)
     rows = rows or DEFAULT_ROWS
     slab = _slab_tokens(operands, rows)
@@ -73,7 +73,7 @@ def run_blocks(
 
 
 def blocks_kind(operands: Operands, rows: int, record: bool, keep: bool) -> tuple:
-    """Of a tape: one for all numbers of tokens with so many blocks, as long as there is one slab."""
+    """The kind of a tape: one for all numbers of tokens with as many blocks, as long as there is one slab."""
     rows = rows or DEFAULT_ROWS
     tokens = tokens_to_play(operands, rows)
     count = operands.tokens if tokens is None else (cdiv(tokens, rows),)
@@ -81,7 +81,7 @@ def blocks_kind(operands: Operands, rows: int, record: bool, keep: bool) -> tupl
 
 
 def tokens_to_play(operands: Operands, rows: int) -> int | None:
-    """What a tape is told; None for several slabs, which have numbers of tokens of their own."""
+    """The number of tokens to play a tape with; None for several slabs, which have their own numbers."""
     return operands.tokens if _slab_tokens(operands, rows or DEFAULT_ROWS) >= operands.tokens else None
 
 
@@ -146,7 +146,7 @@ def _grid(neurons: int, blocks: int) -> tuple[int, int]:
 
 
 def _programs(operands: Operands, tokens: int, rows: int) -> int:
-    """Of the statistics of one slab, rounded up to what is aligned."""
+    """Programs that gather the statistics of one slab, rounded up to what is aligned."""
     across, along = _grid(operands.neurons, cdiv(tokens, rows))
     return cdiv(across * along, 2) * 2
 

@@ -91,7 +91,7 @@ class DecodeRun:
 
 
 def run_decode(operands: Operands, tapes: Tapes | None = None) -> DecodeRun:
-    """The block in two launches. tapes: of earlier calls of this layer, for those that come."""
+    """The block in two launches. tapes: launches of earlier calls of this layer, for later ones."""
     gpu = gpu_of(operands.x.device)
     if gpu.hopper and element_bytes(operands.x.dtype) == 2:
         from .hopper.launch_decode import hopper_decode_tiles, launch_hopper  # other devices need no Gluon
@@ -120,7 +120,7 @@ def run_decode(operands: Operands, tapes: Tapes | None = None) -> DecodeRun:
 
 
 def decode_kind(operands: Operands) -> tuple:
-    """Of a tape."""
+    """The kind of a decode's tape."""
     return "decode", operands.kind, bucket(operands.tokens)
 
 

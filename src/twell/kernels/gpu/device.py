@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """name: of the GPU; capability: (major, minor) of the GPU, (0, 0) for Triton's interpreter on the CPU;
+    """A GPU. capability: (major, minor), (0, 0) for Triton's interpreter on the CPU;
     processors: streaming multiprocessors; shared_memory: bytes that one program may use."""
 
     name: str

@@ -81,25 +81,12 @@ def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     return output
 
 
-class Repeat:
-    """A call that has run, to be run again on operands of the same strides and types, and of the same shapes
-    but for leading dimensions of x, whose number of tokens is in the same `bucket`.
+class GpuRepeat:
+    """A call whose launches were recorded; see `Repeat`. Leading dimensions of x may be others, as long as
+    its number of tokens is in the same `bucket`.
 
     path: "decode" or "block".
     """
-
-    __slots__ = (
-        "_device",
-        "_gated",
-        "_in_full",
-        "_index",
-        "_only",
-        "_outputs",
-        "_space",
-        "_tape",
-        "_told",
-        "path",
-    )
 
     def __init__(self, tape: Tape, args: FfnArgs, path: str, told: bool, only: int | None) -> None:
         """told: whether the tape is told the number of tokens; only: the one it may be, None: any."""
@@ -111,16 +98,7 @@ class Repeat:
         self._in_full = biased or not self._gated or tape.interpreted
         self._outputs = args.down.shape[0]
 
-    def __call__(
-        self,
-        x: Tensor,
-        up: Tensor,
-        down: Tensor,
-        gate: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        gate_bias: Tensor | None,
-    ) -> Tensor | None:
+    def __call__(self, x, up, down, gate, up_bias, down_bias, gate_bias) -> Tensor | None:
         """y [..., E] of x [..., D], or None where it has to be run in full; not while a graph is captured."""
         index, tape, stream = self._index, self._tape, 0
         if index is not None:
@@ -146,7 +124,7 @@ class Repeat:
         return y if tape.play_at(steady, (x.data_ptr(), y.data_ptr()), stream, tokens) else None
 
 
-def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
+def gpu_repeat(args: FfnArgs, decision: Decision) -> GpuRepeat | None:
     """How a call that has just run is run again; None where its operands had to be copied, or nothing was
     recorded."""
     if decision.path != "block" or decision.layer is None or not are_readable(args):
@@ -158,10 +136,10 @@ def gpu_repeat(args: FfnArgs, decision: Decision) -> Repeat | None:
     else:
         path, kind = "block", blocks_kind(operands, rows, record=False, keep=False)
         told = tokens_to_play(operands, rows) is not None
-        # Numbers of tokens in a bucket have the same blocks, if those are of the usual size.
+        # Numbers of tokens in a bucket have the same blocks, if blocks have the usual size.
         only = None if told and rows in (0, DEFAULT_ROWS) else tokens
     tape = decision.layer.tapes.get(kind)
-    return None if tape is None else Repeat(tape, args, path, told, only)
+    return None if tape is None else GpuRepeat(tape, args, path, told, only)
 
 
 def are_readable(args: FfnArgs) -> bool:

@@ -110,9 +110,5 @@ def is_readable(tensor: Tensor | None) -> bool:
 STEADY = 7  # tensors of a call that rarely move: `Operands.weights`, and a workspace
 
 
-def is_neuron_major(down: Tensor) -> bool:
-    return down.mT.is_contiguous()
-
-
 def element_bytes(dtype: torch.dtype) -> int:
     return torch.finfo(dtype).bits // 8

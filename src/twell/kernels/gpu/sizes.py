@@ -7,9 +7,9 @@ from ...problem import FfnArgs
 DEFAULT_ROWS = 128  # tokens per block
 READ_AHEAD = 256  # entries that kernels read past the end of a list
 DECODE_TOKENS = 64  # up to here the two-launch kernels run; beyond, the block path reuses weights better
-ROUNDS = 3  # of the backward of many tokens, each with room for that part of the neurons
-# Up to so many bytes the backward has room for all neurons, and goes one round: 8,192 tokens of 5,632
-# neurons; 65,536 where so many are expected to be active that it would take rounds else.
+ROUNDS = 3  # a backward of many tokens has room for a third of the neurons, and takes up to three rounds
+# Up to this many bytes the backward has room for all neurons, and takes one round: 8,192 tokens of 5,632
+# neurons; 65,536 tokens where so many neurons are expected to be active that it would take three.
 ONE_ROUND_BYTES, OVERFLOW_BYTES = 288 << 20, 3 << 30
 _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
@@ -27,7 +27,7 @@ def out_of_reach(args: FfnArgs) -> str | None:
 
 
 def out_of_reach_of_training(args: FfnArgs, rows: int) -> str | None:
-    """The same for the backward, on blocks of `rows` tokens."""
+    """`out_of_reach` for a training step, on blocks of `rows` tokens."""
     reason = out_of_reach(args)
     if reason is not None:
         return reason
@@ -45,15 +45,15 @@ def fits(tokens: int, neurons: int, rows: int) -> bool:
 
 
 def bucket(tokens: int) -> tuple[int, int]:
-    """What numbers of tokens (>= 1) have in common that the same kernels take, with the same tiles and grids,
-    and that an automatic plan treats alike."""
+    """A key that numbers of tokens (>= 1) share if the same kernels take them, with the same tiles and grids,
+    and an automatic plan treats them alike."""
     if tokens <= DECODE_TOKENS:
         return 1 << (tokens - 1).bit_length(), cdiv(tokens, 16)
     return 0, cdiv(tokens, DEFAULT_ROWS)
 
 
 def whole_blocks(tokens: int) -> int:
-    """Tokens that kernels for many of them compute for so many."""
+    """Tokens that the kernels compute for `tokens`: beyond decode, whole blocks."""
     return tokens if tokens <= DECODE_TOKENS else cdiv(tokens, DEFAULT_ROWS) * DEFAULT_ROWS
 
 
@@ -66,7 +66,7 @@ def planes_of(gated: bool) -> int:
 def backward_rounds(
     tokens: int, neurons: int, rows: int, gated: bool, itemsize: int, overflow: bool | None
 ) -> int:
-    """How often the backward fills its pool, of values of `itemsize` bytes.
+    """How often the backward fills its pool; a value takes `itemsize` bytes.
 
     overflow: whether more than a third of the neurons is expected to be active.
     """

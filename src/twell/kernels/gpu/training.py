@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._log import note_path
 from ...layer_state import Reading
-from ...problem import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved
+from ...problem import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved, Tensors
 from ..dense import dense_backward, dense_forward
 from .backward import gpu_backward, replay_backward
 from .backward_launches import Active
@@ -75,19 +75,10 @@ class GpuStepRepeat:
         self._tokens, self._neurons = operands.tokens, operands.neurons
         self._played = tokens_to_play(operands, self._rows)
         self._sizes = list_sizes(operands.tokens, operands.neurons, self._rows)
-        # Of the sums of magnitudes, where they are recorded.
+        # The number of sums of magnitudes, where they are recorded.
         self._sums = tokens_sums(operands, self._rows) if record else None
 
-    def forward(
-        self,
-        x: Tensor,
-        up: Tensor,
-        down: Tensor,
-        gate: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        gate_bias: Tensor | None,
-    ) -> tuple[FfnOutput, Saved] | None:
+    def forward(self, x: Tensor, *weights: Tensor | None) -> tuple[FfnOutput, Saved] | None:
         device = self._device
         if not is_current(device):
             return None
@@ -98,9 +89,8 @@ class GpuStepRepeat:
         if self._sums is not None:
             statistics = empty_statistics(self._neurons, self._sums, device)
             results = (*results, statistics.firing, statistics.sums)
-        weights = self._weights(up, down, gate, up_bias, down_bias, gate_bias)
         buffer = kept_workspace(device, device.index, stream, self._space)
-        if not self._tape.play((*weights, buffer, x, *results), stream, self._played):
+        if not self._tape.play((*self._read(*weights), buffer, x, *results), stream, self._played):
             return None
         saved = Saved(lists, counts)
         if self._sums is None:
@@ -108,34 +98,22 @@ class GpuStepRepeat:
         return FfnOutput(y, statistics.l1(self._tokens), statistics.firing), saved
 
     def backward(
-        self,
-        tensors: tuple[Tensor | None, ...],
-        saved: Saved,
-        grad_y: Tensor,
-        grad_l1: Tensor | None,
-        needed: FfnArgs,
+        self, tensors: Tensors, saved: Saved, grad_y: Tensor, grad_l1: Tensor | None, needed: FfnArgs
     ) -> Gradients | None:
         if not is_current(self._device) or not grad_y.is_contiguous():
             return None
         return replay_backward(
             self._tapes,
             (self._kind, self._tokens, self._rows, _expects_overflow(self._reading)),
-            (*self._weights(*tensors[1:]), tensors[0]),
+            (*self._read(*tensors[1:]), tensors[0]),
             saved,
             grad_y,
             grad_l1,
             needed,
         )
 
-    def _weights(
-        self,
-        up: Tensor,
-        down: Tensor,
-        gate: Tensor | None,
-        up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        gate_bias: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
+    def _read(self, up, down, gate, up_bias, down_bias, gate_bias) -> tuple[Tensor | None, ...]:
+        """Weights in the order in which the kernels read them."""
         if self._gated:
             return gate, up, down, gate_bias, up_bias, down_bias
         return up, None, down, up_bias, None, down_bias

@@ -1,4 +1,4 @@
-"""What the kernels of a call hand to each other, cut from one allocation."""
+"""The kernels' memory: what they hand to each other in a call, cut from one allocation, and a counter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Piece:
     def __init__(
         self, buffer: Tensor, address: int, offset: int, shape: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        """address: of the buffer; offset: in bytes."""
+        """address: where the buffer begins; offset: bytes from there."""
         self._buffer, self._address, self._offset = buffer, address + offset, offset
         self.shape, self.dtype = shape, dtype
 
@@ -42,7 +42,7 @@ class Piece:
         return Piece(self._buffer, start, self._offset, shape, self.dtype)
 
     def row(self, number: int) -> Piece:
-        """Of its first dimension."""
+        """One row of the first dimension."""
         shape = self.shape[1:]
         offset = self._offset + number * math.prod(shape) * self.dtype.itemsize
         return Piece(self._buffer, self._address - self._offset, offset, shape, self.dtype)
@@ -113,3 +113,36 @@ def _places(parts: tuple[Part, ...]) -> tuple[int, list[int]]:
 @lru_cache(maxsize=4096)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+
+_counters: dict[torch.device, Tensor] = {}
+
+
+def overflow_counter(device: torch.device) -> Tensor:
+    """int32 [4]: the first counts backward passes that found more active neurons than their pool holds. It
+    lasts as long as the process."""
+    counter = _counters.get(device)
+    if counter is None:
+        counter = _outside_of_pools(device)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            _counters[device] = counter  # a captured one would start again with every replay
+    return counter
+
+
+def _outside_of_pools(device: torch.device) -> Tensor:
+    """Zeros, allocated on a new stream: the current one may allocate in a graph's pool, which goes with the
+    graph."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    here, aside = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    with torch.cuda.stream(aside):
+        counter = torch.zeros(4, dtype=torch.int32, device=device)
+    here.wait_stream(aside)
+    return counter
+
+
+def overflowed_steps() -> int:
+    """How many backward passes on GPUs took rounds, because more neurons were active than their workspace
+    holds at once (a third of all): exact as ever, and slower. Waits for the devices.
+    """
+    return sum(int(counter[0]) for counter in _counters.values())

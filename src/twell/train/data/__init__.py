@@ -5,12 +5,4 @@ from .prepare import Prepared, prepare
 from .sequences import EpochOrder, PackedDataset, RunOrder
 from .sources import documents
 
-__all__ = [
-    "DataConfig",
-    "EpochOrder",
-    "PackedDataset",
-    "Prepared",
-    "RunOrder",
-    "documents",
-    "prepare",
-]
+__all__ = ["DataConfig", "EpochOrder", "PackedDataset", "Prepared", "RunOrder", "documents", "prepare"]

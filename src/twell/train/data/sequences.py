@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from ..._errors import reject, require_positive_int
+from ..._errors import reject, require_int, require_positive_int
 from ..distributed import generator_of
 
 _CHUNK = 1 << 16
@@ -86,13 +86,13 @@ class EpochOrder:
 
     def __init__(self, length: int, seed: int) -> None:
         require_positive_int("length", length)
-        _require_not_negative("seed", seed)
+        require_int("seed", seed, 0)
         self.length = length
         self.seed = seed
 
     def indices(self, epoch: int) -> Tensor:
         """int64 [length] on the CPU."""
-        _require_not_negative("epoch", epoch)
+        require_int("epoch", epoch, 0)
         return torch.randperm(self.length, generator=generator_of(self.seed, epoch))
 
 
@@ -119,8 +119,3 @@ class RunOrder(Sampler[int]):
                 yield from chunk.tolist()
             left -= indices.numel()
             epoch += 1
-
-
-def _require_not_negative(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        reject(name, repr(value), "an integer >= 0")

@@ -1,4 +1,4 @@
-"""Cross-entropy, perplexity and sparsity of a causal language model on text."""
+"""How good and how sparse a language model is: cross-entropy on text, accuracy on lm-eval's tasks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,57 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from .._errors import reject, require_positive_int
-from ..pruning.firing import BlockFiring, eval_mode, recorded_firing
-from ..train.data.tokenizer import Encoder
+from . import hf as _hf  # noqa: F401 - registers the sparse models; explains itself without transformers
+from ._errors import missing_extra, reject, require_positive_int
+from .pruning.firing import BlockFiring, eval_mode, recorded_firing
+from .sparsify import sparsify_
+from .sparsify.blocks import named_blocks
+from .sparsify.recognition import find_blocks
+from .train.checkpoints import find_model
+from .train.data.tokenizer import Encoder
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PAPER_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande", "commonsense_qa")
+
+
+def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """(model in evaluation mode, tokenizer) from a model's folder, a run's folder or the Hub.
+
+    The blocks of a stock model with exact zeros are sparsified.
+
+    dtype:   "auto" is the checkpoint's dtype on a GPU and float32 on a CPU.
+    device:  None picks a GPU if there is one.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # one bar per tensor
+    source = find_model(path)
+    if dtype != "auto" and dtype not in DTYPES:
+        reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
+    place = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    wanted = DTYPES.get(dtype, torch.float32 if place == "cpu" else "auto")
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
+    if not named_blocks(model) and find_blocks(model, None).blocks:
+        sparsify_(model)
+    return model, AutoTokenizer.from_pretrained(source)
+
+
+def require_sparse_blocks(model: Any) -> None:
+    """Refuse a model that `load_model` could not make sparse, and say why."""
+    if named_blocks(model):
+        return
+    reasons = "; ".join(sorted({skipped.reason for skipped in find_blocks(model, None).skipped}))
+    found = f"a {type(model).__name__} without blocks that have exact zeros"
+    accepted = "a model with ReLU, squared ReLU, fatrelu or a shifted ReLU"
+    reject("model", f"{found}: {reasons}" if reasons else found, accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,3 +217,44 @@ def _batches(windows: Iterable[list[int]], batch: int) -> Iterator[Tensor]:
         held.append(window)
     if held:
         yield torch.tensor(held)
+
+
+def evaluate_tasks(
+    model: Any,
+    tokenizer: Any,
+    tasks: list[str],
+    *,
+    include: Path | None = None,
+    batch: int = 8,
+    limit: int | None = None,
+) -> dict[str, float]:
+    """task -> accuracy, through lm-eval; "paper" stands for the paper's seven tasks.
+
+    include:  a folder of your own task definitions.
+    limit:    examples per task; None runs all.
+    Public tasks download their datasets.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise missing_extra("tasks need lm-eval", "eval") from error
+    names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
+    manager = TaskManager(include_path=None if include is None else str(include))
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        reject("tasks", ", ".join(unknown), "names of lm-eval's tasks, or 'paper'")
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
+    results = simple_evaluate(
+        model=harness, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0
+    )
+    return {name: _accuracy(name, results["results"][name]) for name in names}
+
+
+def _accuracy(name: str, metrics: dict[str, Any]) -> float:
+    for metric in ("acc,none", "acc_norm,none", "exact_match,none"):
+        if metric in metrics:
+            return float(metrics[metric])
+    numbers = {k: v for k, v in metrics.items() if isinstance(v, float)}
+    return reject("tasks", f"{name} with {sorted(numbers)}", "tasks that measure accuracy")
