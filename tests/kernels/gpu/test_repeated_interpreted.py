@@ -15,8 +15,8 @@ from twell.kernels.gpu.tape import Tape, recorded
 from twell.kernels.gpu.workspace import carve
 from twell.layer_state import layer_of
 
-from ..accuracy import assert_accurate, stock_dense
-from ..training import NAMES, block
+from ...accuracy import assert_accurate, stock_dense
+from ...training import NAMES, block
 from .test_interpreted import HIDDEN, NEURONS
 from .test_interpreted import block as operands_of
 

@@ -26,8 +26,8 @@ from twell.kernels.gpu import sizes
 from twell.layer_state import layer_of
 from twell.problem import Decision
 
-from ..accuracy import assert_accurate, stock_dense
-from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients
+from ...accuracy import assert_accurate, stock_dense
+from ...training import assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients
 from .test_interpreted import NEURONS
 
 

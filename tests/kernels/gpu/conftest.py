@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..backends import added, interpreted_backend
+from ...backends import added, interpreted_backend
 
 
 @pytest.fixture
