@@ -6,6 +6,10 @@ import pytest
 import torch
 
 from ...backends import added, interpreted_backend
+from ...interpreter import hasten
+
+if not torch.cuda.is_available():
+    hasten()  # tests of the row path launch kernels themselves
 
 
 @pytest.fixture
