@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from rich.console import Console
 from typer.testing import CliRunner
 
 from twell.cli.app import app
@@ -25,15 +24,8 @@ from twell.train.run import train
 from twell.train.run_folder import claimed
 from twell.train.settings import to_yaml
 
-from .runs import ROOT, small_run, write_corpus
+from .runs import QUIET, ROOT, small_run
 from .test_run import disturbed
-
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    return write_corpus(tmp_path / "corpus")
 
 
 def run_to_interrupt(corpus, folder, *overrides):

@@ -28,9 +28,8 @@ from twell.train.model import build_model
 from twell.train.recipe import Recipe
 from twell.train.run import train
 
-from .runs import logged, small_run, write_corpus
+from .runs import QUIET, logged, small_run, write_corpus
 
-QUIET = Console(quiet=True)
 VALUES = ("loss", "ce_loss", "l1_loss", "nnz", "dead", "grad_norm")
 
 

@@ -25,15 +25,8 @@ from twell.train.run import train
 from twell.train.run_folder import claimed, with_absolute_paths
 from twell.train.settings import read_settings, run_config
 
-from .runs import logged, small_run, write_corpus
+from .runs import QUIET, logged, small_run
 from .test_run import disturbed
-
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    return write_corpus(tmp_path / "corpus")
 
 
 @pytest.fixture
