@@ -26,7 +26,7 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 	$(BIN)/twell demo
 
 test: $(READY)  ## run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 fuzz: $(READY)  ## run the property tests with 2,000 examples each and 10,000 random calls (about 8 minutes)
 	TWELL_HYPOTHESIS_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/formats
