@@ -26,7 +26,7 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 	$(BIN)/twell demo
 
 test: $(READY)  ## run the tests that need no GPU
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-families: $(READY)  ## sparsify every language model of transformers, tiny (3 to 7 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m families tests/sparsify/test_families.py

@@ -9,7 +9,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from twell.measure import Record, write_records
+from _records import replace_records
+from twell.measure import Record
 from twell.synthetic import make_ffn
 
 CHECKED = 256  # tokens compared with float32
@@ -58,8 +59,16 @@ def shape_of(
 
 
 def save(records: list[Record], path: Path, commit: str | None) -> None:
-    """Write `records`. commit: written to them where git is not available."""
+    """Write `records` in place of those that `path` has of the same parts, the second word of their names.
+
+    commit: written to them where git is not available.
+    """
     if commit:
         records = [dataclasses.replace(r, commit=commit) for r in records]
-    write_records(path, records)
-    console.print(f"{len(records)} records in {path}")
+    parts = {part_of(record) for record in records}
+    total = replace_records(path, records, lambda old: part_of(old) in parts)
+    console.print(f"{len(records)} records in {path}, {total - len(records)} of other sections kept")
+
+
+def part_of(record: Record) -> str:
+    return record.what.split("/")[1]

@@ -472,13 +472,17 @@ SECTIONS = {
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=list(SECTIONS), help="sections to run")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(SECTIONS), help="sections to run; others keep their records"
+    )
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU")
     parser.add_argument("--commit", help="commit to write where git is not available")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
+    if options.tiny and options.out is None:
+        parser.error("--tiny needs --out: its records are not results.")
     on_cpu = options.device == "cpu"
     setting = TINY if options.tiny else CPU if on_cpu else Setting()
     only = options.only or (["host", "forward"] if setting is CPU else list(SECTIONS))

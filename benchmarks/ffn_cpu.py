@@ -18,8 +18,9 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
+from _records import replace_records
 from twell import Plan
-from twell.measure import Record, make_record, read_records, write_records
+from twell.measure import Record, make_record
 from twell.measure.ffn import BASELINE, COMPILED, FfnCase, FfnComparison, compare_ffn
 
 RESULTS = Path(__file__).parent / "results" / "ffn_cpu.jsonl"
@@ -100,10 +101,8 @@ def main() -> None:
             f"{BASELINE} {comparison.timings[BASELINE].median * 1e3:.2f} ms, {gains}"
         )
     if not quick:
-        kept = read_records(RESULTS) if options.tokens is not None else []
-        rows = [r for r in kept if r.shape["M"] != options.tokens] + rows
-        write_records(RESULTS, rows)
-        console.print(f"{len(rows)} records in {RESULTS}")
+        total = replace_records(RESULTS, rows, lambda old: options.tokens in (None, old.shape["M"]))
+        console.print(f"{len(rows)} records in {RESULTS}, {total - len(rows)} others kept")
 
 
 if __name__ == "__main__":

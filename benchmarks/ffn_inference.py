@@ -292,7 +292,7 @@ def sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", help="sections to run")
+    parser.add_argument("--only", nargs="*", help="sections to run; others keep their records")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--commit", help="commit to write where git is not available")
     parser.add_argument("--out", type=Path, default=RESULTS)

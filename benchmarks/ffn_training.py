@@ -372,7 +372,9 @@ SECTIONS = {"times": times, "memory": memory}
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", choices=SECTIONS, help="sections to run")
+    parser.add_argument(
+        "--only", nargs="*", choices=SECTIONS, help="sections to run; others keep their records"
+    )
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     parser.add_argument("--commit", help="commit to write where git is not available")
     parser.add_argument("--out", type=Path, help="file for the records; default in benchmarks/results")

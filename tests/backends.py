@@ -13,6 +13,8 @@ from twell.backends import BACKENDS, Backend, Site
 from twell.kernels.dense import dense_forward
 from twell.policy import resolve_cached
 
+from .interpreter import hasten
+
 
 @contextmanager
 def added(backend: Backend) -> Iterator[None]:
@@ -35,6 +37,7 @@ def dense_backend(name: str, **options) -> Backend:
 
 def interpreted_backend() -> Backend:
     """The portable GPU kernels on CPU tensors, through Triton's interpreter."""
+    hasten()
     return replace(BACKENDS["gpu"], name="interpreted", refusal=_interpreter_refusal)
 
 

@@ -17,7 +17,7 @@ if "TWELL_CACHE" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["TWELL_CACHE"], ignore_errors=True)
 
 if not torch.cuda.is_available():
-    # Before anything imports Triton: the kernels of tests/gpu then run on the CPU, in its interpreter.
+    # Before anything imports Triton: the kernels then run on the CPU, in its interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 try:

@@ -1,4 +1,4 @@
-"""Which gradients a backward may add to; the kernels themselves are tested in tests/gpu."""
+"""Which gradients a backward may add to; the kernels themselves are tested in tests/kernels/gpu."""
 
 from __future__ import annotations
 

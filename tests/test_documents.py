@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import shlex
-import sys
 import tomllib
 from pathlib import Path
 
@@ -18,15 +16,16 @@ import typer
 from twell.cli.app import app
 from twell.measure import Record, RunRecord, read_records
 
+from .scripts import benchmark_modules
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 @pytest.fixture(scope="module")
 def tables():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield importlib.import_module("tables")
-    sys.path.remove(str(ROOT / "benchmarks"))
+    with benchmark_modules("tables") as (module,):
+        yield module
 
 
 def test_tables_and_figures_show_the_records(tables):

@@ -11,6 +11,7 @@ from twell.synthetic import make_ffn
 from .accuracy import assert_accurate, stock_dense
 
 HIDDEN, NEURONS = 40, 104  # neither is a multiple of a tile
+SMALL = {"hidden": 24, "neurons": 40}  # nor are these: one tile, for tests of what happens around kernels
 L1_WEIGHT = 0.5
 NAMES = ("x", "up", "down", "gate", "up_bias", "down_bias", "gate_bias")
 
@@ -33,12 +34,19 @@ def block(
     hidden=HIDDEN,
     neurons=NEURONS,
     outputs=None,
+    neuron_major=False,
 ):
-    """The operands of a block by name; outputs: D_out, if it is not D."""
+    """The operands of a block by name.
+
+    outputs:       D_out, if it is not D.
+    neuron_major:  rows of `down` belong to neurons.
+    """
     made = make_ffn(tokens, hidden, neurons, nnz, gated=gated, dtype=dtype).operands()
     operands = dict.fromkeys(NAMES) | dict(zip(NAMES, made, strict=False))
     if outputs is not None:
         operands["down"] = (torch.randn(outputs, neurons) / neurons**0.5).to(dtype)
+    if neuron_major:
+        operands["down"] = operands["down"].mT.contiguous().mT
     if bias:
         generator = torch.Generator().manual_seed(0)
         sizes = {"up_bias": neurons, "down_bias": outputs or hidden} | (

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
 import pytest
 
 from twell.measure import read_records
 
+from ..scripts import benchmark_modules
+
 pytest.importorskip("transformers")
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def modules():
     """benchmarks/defaults.py and tables_defaults.py."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield tuple(map(importlib.import_module, ("defaults", "tables_defaults")))
-    sys.path.remove(str(ROOT / "benchmarks"))
+    with benchmark_modules("defaults", "tables_defaults") as modules:
+        yield modules
 
 
 def test_a_tiny_run_fills_every_table(modules, tmp_path, monkeypatch):
@@ -43,3 +39,8 @@ def test_a_tiny_run_fills_every_table(modules, tmp_path, monkeypatch):
     assert "compiled and checkpointed" in tables.models()
     assert "| 16 | 24 |" in tables.steps()
     assert "abc1234" in tables.measured_on()
+
+
+def test_a_tiny_run_never_lands_in_the_results(modules):
+    with pytest.raises(SystemExit):
+        modules[0].main(["--device", "cpu", "--tiny"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,8 @@ from twell import reference
 from twell.measure import Record, Timing, make_record, read_records, write_records
 from twell.measure.ffn import BASELINE, stock_dense
 
-ROOT = Path(__file__).parents[2]
+from ..scripts import benchmark_modules
+
 TOKENS, NNZ = (4096, 16384, 65536), (24, 2800)
 MIB = 2**20
 
@@ -22,9 +20,8 @@ MIB = 2**20
 @pytest.fixture(scope="module")
 def modules():
     """benchmarks/tables.py, tables_training.py and ffn_training.py."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    yield tuple(map(importlib.import_module, ("tables", "tables_training", "ffn_training")))
-    sys.path.remove(str(ROOT / "benchmarks"))
+    with benchmark_modules("tables", "tables_training", "ffn_training") as modules:
+        yield modules
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +11,7 @@ from twell.measure import RunRecord, read_records
 for module in ("transformers", "accelerate", "tokenizers", "datasets", "yaml"):
     pytest.importorskip(module)
 
+from ..scripts import benchmark_modules
 from ..train.runs import write_corpus
 
 SETTINGS = (
@@ -31,10 +30,8 @@ SETTINGS = (
 
 @pytest.fixture(scope="module")
 def benchmark():
-    folder = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, folder)
-    yield importlib.import_module("training_runs")
-    sys.path.remove(folder)
+    with benchmark_modules("training_runs") as (module,):
+        yield module
 
 
 def test_a_run_becomes_a_record(benchmark, tmp_path, monkeypatch):

@@ -104,6 +104,17 @@ class MatrixCase:
         return int(np.count_nonzero(self.expected))
 
 
+def assert_exact(packed: object, case: MatrixCase, fields: tuple[str, ...]) -> None:
+    """`packed` holds the matrix of `case` bit by bit, and says how much; fields: all of its tensors."""
+    assert packed.dtype == packed.unpack().dtype == case.dense.dtype
+    assert_same_bits(packed.unpack(), case.expected)
+    assert packed.nnz() == case.nnz
+    assert packed.shape == case.expected.shape
+    assert packed.memory_bytes() == stored_bytes(packed, fields)
+    assert packed.dense_bytes() == case.expected.nbytes
+    assert not any(tensor.requires_grad for tensor in packed.tensors().values())
+
+
 def build_case(
     rng: np.random.Generator,
     shape: tuple[int, int],

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from twell import BlockTwELL
 
-from .cases import DTYPES, assert_same_bits, bits_of, stored_bytes
+from .cases import DTYPES, assert_exact, assert_same_bits, bits_of
 from .strategies import matrices
 
 FIELDS = ("starts", "counts", "neurons", "values")
@@ -46,14 +46,7 @@ def spread_slots(packed: BlockTwELL, stride: int) -> BlockTwELL:
 
 @given(matrices(), block_rows)
 def test_round_trip_is_exact(case, rows):
-    packed = BlockTwELL.pack(case.dense, rows)
-    assert packed.dtype == packed.unpack().dtype == case.dense.dtype
-    assert_same_bits(packed.unpack(), case.expected)
-    assert packed.nnz() == case.nnz
-    assert packed.shape == case.expected.shape
-    assert packed.memory_bytes() == stored_bytes(packed, FIELDS)
-    assert packed.dense_bytes() == case.expected.nbytes
-    assert not any(tensor.requires_grad for tensor in packed.tensors().values())
+    assert_exact(BlockTwELL.pack(case.dense, rows), case, FIELDS)
 
 
 @given(matrices(), block_rows)

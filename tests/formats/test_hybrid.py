@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from twell import Hybrid
 
-from .cases import DTYPES, assert_same_bits, bits_of, stored_bytes
+from .cases import DTYPES, assert_exact, assert_same_bits, bits_of, stored_bytes
 from .strategies import matrices
 
 FIELDS = ("indices", "values", "counts", "route", "backup", "backup_rows")
@@ -37,14 +37,7 @@ def rows_with(*non_zeros: int, columns: int = 8) -> torch.Tensor:
 
 @given(matrices(), caps, backups)
 def test_round_trip_is_exact(case, cap, backup):
-    packed = Hybrid.pack(case.dense, cap, backup)
-    assert packed.dtype == packed.unpack().dtype == case.dense.dtype
-    assert_same_bits(packed.unpack(), case.expected)
-    assert packed.nnz() == case.nnz
-    assert packed.shape == case.expected.shape
-    assert packed.memory_bytes() == stored_bytes(packed, FIELDS)
-    assert packed.dense_bytes() == case.expected.nbytes
-    assert not any(tensor.requires_grad for tensor in packed.tensors().values())
+    assert_exact(Hybrid.pack(case.dense, cap, backup), case, FIELDS)
 
 
 @given(matrices(), caps, backups)

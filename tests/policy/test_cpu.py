@@ -11,16 +11,6 @@ from twell.policy import cpu
 from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
 
-SITE = CpuSite(
-    tokens=64,
-    hidden=128,
-    neurons=512,
-    dtype=torch.float64,
-    gated=True,
-    neuron_major_down=True,
-    threads=1,
-)
-
 
 @pytest.mark.parametrize(
     ("changes", "pays"),
@@ -40,7 +30,7 @@ def test_there_must_be_enough_to_save(changes, pays, monkeypatch):
     monkeypatch.setattr(cpu, "_FLOPS_PER_CORE", 1e7)
     monkeypatch.setattr(cpu, "_WORTH_LOOKING_SECONDS", 0.7e-3)
     monkeypatch.setattr(cpu, "_MANY_WORTH_LOOKING_SECONDS", 1.1e-3)
-    small = SITE._replace(tokens=1, hidden=20, neurons=50, dtype=torch.float32, gated=False)
+    small = CpuSite(1, 20, 50, torch.float32, gated=False, neuron_major_down=True, threads=1)
     assert cpu.sparse_can_pay(small._replace(**changes)) == pays
 
 

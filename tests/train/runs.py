@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 from random import Random
 
+from rich.console import Console
+
 from twell.train.settings import run_config, with_overrides
 
+QUIET = Console(quiet=True)
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "model": {"hidden_size": 32, "intermediate_size": 96, "layers": 2, "heads": 2, "positions": 64},

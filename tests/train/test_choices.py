@@ -15,17 +15,15 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from rich.console import Console
 from safetensors.torch import load_file
 
 from twell import crossover, policy, recorded_paths
 from twell.kernels.cpu import probe
 from twell.train.run import train
 
-from .runs import ROOT, logged, small_run, write_corpus
+from .runs import QUIET, ROOT, logged, small_run, write_corpus
 
 pytestmark = pytest.mark.real_cpu
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")

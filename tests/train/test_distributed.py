@@ -9,12 +9,11 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from rich.console import Console
 
 from twell.train.run import train
 from twell.train.settings import to_yaml
 
-from .runs import launch, logged, small_run, write_corpus
+from .runs import QUIET, launch, logged, small_run, write_corpus
 
 
 @pytest.mark.slow
@@ -32,7 +31,7 @@ def test_two_processes_equal_one_and_resume(tmp_path):
         "model.activation=fatrelu(0.3)",
     )
     (tmp_path / "run.yaml").write_text(to_yaml(config))
-    train(config, tmp_path / "run1", console=Console(quiet=True))
+    train(config, tmp_path / "run1", console=QUIET)
     out = launch(2, "--config", tmp_path / "run.yaml", "--out", tmp_path / "run2")
     assert out.count("held_out_ce_loss") == 1  # one process speaks
     values = ("loss", "ce_loss", "l1_loss", "nnz", "dead", "revived")

@@ -9,14 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from twell.train.run import train
 from twell.train.settings import to_yaml
 
-from .runs import launch, logged, small_run, write_corpus
+from .runs import QUIET, launch, logged, small_run, write_corpus
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 FSDP = {
@@ -75,7 +74,7 @@ def test_sharded_run_equals_a_plain_one_and_resumes(tmp_path, place, state, chec
     """In float32, and without revival, which would amplify a neuron that is silent in only one run."""
     corpus = write_corpus(tmp_path / "corpus")
     config = small_run(corpus, "train.micro_batch=2", f"train.checkpointing={checkpointing}")
-    train(config, tmp_path / "plain", console=Console(quiet=True))
+    train(config, tmp_path / "plain", console=QUIET)
     sharded = tmp_path / "sharded"
     start(place, state, config, sharded)
     wanted, found = (logged(run, *VALUES) for run in (tmp_path / "plain", sharded))
@@ -99,7 +98,7 @@ def test_sharded_steps_in_16_bits(tmp_path, place, state):
     config = small_run(
         write_corpus(tmp_path / "corpus"), "train.precision=bfloat16", "train.steps=2", "train.save_every=0"
     )
-    train(config, tmp_path / "plain", console=Console(quiet=True))
+    train(config, tmp_path / "plain", console=QUIET)
     start(place, state, config, tmp_path / "sharded")
     wanted, found = (logged(tmp_path / run, "ce_loss", "nnz") for run in ("plain", "sharded"))
     rounding = torch.finfo(torch.bfloat16).eps
@@ -133,7 +132,7 @@ def test_revival_of_a_sharded_run(tmp_path, place, state, precision):
     assert start(place, state, config, run).count(" checked\n") == 4  # twice, two layers
     found, weights = logged(run, *values), weights_of(run)
     if precision == "float32":
-        train(config, tmp_path / "plain", console=Console(quiet=True))
+        train(config, tmp_path / "plain", console=QUIET)
         one, other = (logged(path, "ce_loss", "grad_norm")[:4] for path in (run, tmp_path / "plain"))
         torch.testing.assert_close(torch.tensor(one), torch.tensor(other), **BOUND)
     revived = [line[-1] for line in found]

@@ -15,7 +15,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from rich.console import Console
 from typer.testing import CliRunner
 
 from twell.cli.app import app
@@ -25,15 +24,8 @@ from twell.train.run import train
 from twell.train.run_folder import claimed
 from twell.train.settings import to_yaml
 
-from .runs import ROOT, small_run, write_corpus
+from .runs import QUIET, ROOT, small_run
 from .test_run import disturbed
-
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    return write_corpus(tmp_path / "corpus")
 
 
 def run_to_interrupt(corpus, folder, *overrides):
@@ -43,8 +35,8 @@ def run_to_interrupt(corpus, folder, *overrides):
 
 
 def interrupt_twice():
-    os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
 
 
 def test_a_second_ctrl_c_says_what_is_kept(corpus, tmp_path, monkeypatch):
@@ -105,7 +97,7 @@ def test_a_killed_run_can_be_resumed_while_its_workers_live(corpus, tmp_path, mo
         process.wait()
         assert all(Path(f"/proc/{worker}").exists() for worker in workers)
         step = step_of(newest_whole(folder)) + 1
-        disturbed(monkeypatch, step, lambda: os.kill(os.getpid(), signal.SIGINT))
+        disturbed(monkeypatch, step, lambda: signal.raise_signal(signal.SIGINT))
         result = train(config, folder, resume=True, console=QUIET)
         assert result.summary == {"step": step}
     finally:

@@ -9,15 +9,12 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from rich.console import Console
 
 from twell.train import run as run_module
 from twell.train.metrics import check_reporters, cut_after, read_metrics
 from twell.train.run import train
 
-from .runs import small_run, write_corpus
-
-QUIET = Console(quiet=True)
+from .runs import QUIET, small_run, write_corpus
 
 
 def write(path, *lines):

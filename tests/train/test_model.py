@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
-from rich.console import Console
 from transformers import LlamaConfig, Qwen2Config
 
 from twell.train.data import token_files
@@ -17,9 +16,8 @@ from twell.train.model import with_checkpoint
 from twell.train.run import train
 
 from .data.corpora import small
-from .runs import small_run, write_corpus
+from .runs import QUIET, small_run, write_corpus
 
-QUIET = Console(quiet=True)
 SIZES = {
     "vocab_size": 384,
     "hidden_size": 32,

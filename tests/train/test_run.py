@@ -28,9 +28,8 @@ from twell.train.model import build_model
 from twell.train.recipe import Recipe
 from twell.train.run import train
 
-from .runs import logged, small_run, write_corpus
+from .runs import QUIET, logged, small_run, write_corpus
 
-QUIET = Console(quiet=True)
 VALUES = ("loss", "ce_loss", "l1_loss", "nnz", "dead", "grad_norm")
 
 
@@ -124,7 +123,7 @@ def test_a_crashed_run_resumes_to_the_bit(whole, corpus, tmp_path, monkeypatch):
 
 def test_ctrl_c_saves_and_the_run_resumes_to_the_bit(whole, corpus, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        disturbed(patch, 6, lambda: os.kill(os.getpid(), signal.SIGINT))
+        disturbed(patch, 6, lambda: signal.raise_signal(signal.SIGINT))
         result = train(small_run(corpus), tmp_path / "run", console=QUIET)
     assert not result.finished
     assert result.summary == {"step": 6}
@@ -139,7 +138,7 @@ def test_a_job_that_is_told_to_end_saves_although_its_workers_are_told_too(corpu
         for process in multiprocessing.active_children():
             os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
 
     config = small_run(corpus, "train.workers=1")
     with monkeypatch.context() as patch:
@@ -151,7 +150,7 @@ def test_a_job_that_is_told_to_end_saves_although_its_workers_are_told_too(corpu
 
 def test_a_damaged_checkpoint_is_skipped(whole, corpus, tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
-        disturbed(patch, 9, lambda: os.kill(os.getpid(), signal.SIGINT))
+        disturbed(patch, 9, lambda: signal.raise_signal(signal.SIGINT))
         train(small_run(corpus), tmp_path / "run", console=QUIET)
     weights = tmp_path / "run" / "checkpoint-9" / "model.safetensors"
     content = bytearray(weights.read_bytes())

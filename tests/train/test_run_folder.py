@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import signal
 
 import numpy as np
@@ -25,15 +24,8 @@ from twell.train.run import train
 from twell.train.run_folder import claimed, with_absolute_paths
 from twell.train.settings import read_settings, run_config
 
-from .runs import logged, small_run, write_corpus
+from .runs import QUIET, logged, small_run
 from .test_run import disturbed
-
-QUIET = Console(quiet=True)
-
-
-@pytest.fixture
-def corpus(tmp_path):
-    return write_corpus(tmp_path / "corpus")
 
 
 @pytest.fixture
@@ -41,7 +33,7 @@ def stopped(corpus, tmp_path, monkeypatch):
     """A run that was interrupted after step 3 of 6, as (config, folder)."""
     config, folder = small_run(corpus, "train.steps=6", "train.save_every=1"), tmp_path / "run"
     with monkeypatch.context() as patch:
-        disturbed(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        disturbed(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
         assert not train(config, folder, console=QUIET).finished
     return config, folder
 
@@ -175,7 +167,7 @@ def test_logs_are_the_same_when_a_save_falls_between_them(corpus, tmp_path, monk
     values = ("loss", "ce_loss", "l1_loss", "nnz", "dead")
     train(config, tmp_path / "whole", console=QUIET)
     with monkeypatch.context() as patch:
-        disturbed(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        disturbed(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
         train(config, tmp_path / "run", console=QUIET)
     train(config, tmp_path / "run", resume=True, console=QUIET)
     assert logged(tmp_path / "run", *values) == logged(tmp_path / "whole", *values)

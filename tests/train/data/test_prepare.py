@@ -17,13 +17,7 @@ from twell import _files, _log
 from twell.train.data import DataConfig, prepare, token_files
 from twell.train.data.token_files import TokenWriter
 
-from .corpora import process_context, small, stored, text, write_corpus
-
-
-@pytest.fixture
-def config(tmp_path) -> DataConfig:
-    write_corpus(tmp_path / "text")
-    return small(tmp_path / "text", tmp_path / "cache")
+from .corpora import process_context, small, stored, text
 
 
 @pytest.fixture

@@ -12,14 +12,6 @@ from twell import _log
 from twell.train.data import prepare, token_files
 from twell.train.data.token_files import open_token_files
 
-from .corpora import small, write_corpus
-
-
-@pytest.fixture
-def config(tmp_path):
-    write_corpus(tmp_path / "text")
-    return small(tmp_path / "text", tmp_path / "cache")
-
 
 @pytest.fixture
 def read(monkeypatch) -> list[str]:

@@ -15,8 +15,8 @@ from twell.kernels.gpu.tape import Tape, recorded
 from twell.kernels.gpu.workspace import carve
 from twell.layer_state import layer_of
 
-from ..accuracy import assert_accurate, stock_dense
-from ..training import NAMES, block
+from ...accuracy import assert_accurate, stock_dense
+from ...training import NAMES, SMALL, block
 from .test_interpreted import HIDDEN, NEURONS
 from .test_interpreted import block as operands_of
 
@@ -166,8 +166,7 @@ def test_negated_views(interpreted):
 
 def test_calls_of_one_shape_in_several_modes_take_turns(interpreted, only_repeated):
     plan = Plan(path="block", block_rows=16, backend=interpreted)
-    operands = block(6)
-    operands["down"] = operands["down"].mT.contiguous().mT
+    operands = block(6, neuron_major=True)
     tensors = [operands[name] for name in NAMES[:4]]
     tensors[1].requires_grad_()
 
@@ -268,9 +267,6 @@ def test_a_module_that_is_freed_takes_its_tapes_along(interpreted):
     assert weight() is None
 
 
-SMALL = {"hidden": 24, "neurons": 40}
-
-
 class TestSteps:
     @pytest.mark.parametrize(
         ("gated", "with_l1", "rounds"),
@@ -281,8 +277,7 @@ class TestSteps:
     ):
         monkeypatch.setattr(sizes, "ONE_ROUND_BYTES", 0 if rounds > 1 else 1 << 40)
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(18, gated=gated, bias=True, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(18, gated=gated, bias=True, **SMALL, neuron_major=True)
         layer = operands["gate"] if gated else operands["up"]
         first = steps(operands, plan, with_l1)
         assert layer_of(layer).prepared
@@ -295,8 +290,7 @@ class TestSteps:
 
     def test_the_backward_is_repeated_too(self, interpreted, monkeypatch):
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(6, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(6, **SMALL, neuron_major=True)
         want = steps(operands, plan)
         monkeypatch.setattr("twell.kernels.gpu.backward.BackwardLaunches", None)
         monkeypatch.setattr("twell.kernels.gpu.training.gpu_backward", None)
@@ -324,9 +318,8 @@ class TestSteps:
 
     def test_one_token_without_leading_dimensions(self, interpreted):
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(1, bias=True, **SMALL)
+        operands = block(1, bias=True, **SMALL, neuron_major=True)
         operands["x"] = operands["x"][0].clone()
-        operands["down"] = operands["down"].mT.contiguous().mT
         first = steps(operands, plan)
         again = steps(operands, plan)
         for name, gradient in first.items():
@@ -335,8 +328,7 @@ class TestSteps:
     def test_an_output_may_be_changed_in_place(self, interpreted, monkeypatch):
         """However the step ran: an output must be no view."""
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(6, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(6, **SMALL, neuron_major=True)
         operands["x"] = operands["x"].view(2, 3, -1)
         tensors = {name: t.requires_grad_() for name, t in operands.items() if t is not None}
         for watched in (False, False, True):
@@ -348,8 +340,7 @@ class TestSteps:
 
     def test_only_what_is_needed(self, interpreted):
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(10, bias=True, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(10, bias=True, **SMALL, neuron_major=True)
         full = steps(operands, plan)
         for name in ("x", "gate_bias", "down", "x"):
             alone = steps(operands, plan, only=(name,))
@@ -358,8 +349,7 @@ class TestSteps:
 
     def test_leading_dimensions_and_gradients_of_any_layout(self, interpreted):
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(12, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(12, **SMALL, neuron_major=True)
         want = steps(operands, plan)
         shaped = operands | {"x": operands["x"].view(2, 6, -1)}
         for turned in (False, True):
@@ -370,8 +360,7 @@ class TestSteps:
 
     def test_second_derivatives_checkpoints_and_accumulation_go_their_own_way(self, interpreted):
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(10, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(10, **SMALL, neuron_major=True)
         leaves = [None if t is None else t.clone().requires_grad_() for t in operands.values()]
         leaves[2].data = leaves[2].data.mT.contiguous().mT
         x, up, down, gate, *_ = leaves
@@ -394,8 +383,7 @@ class TestSteps:
 
     def test_hooks_that_hand_back_other_layouts(self, interpreted):
         plan = Plan(path="block", block_rows=16, backend=interpreted)
-        operands = block(10, **SMALL)
-        operands["down"] = operands["down"].mT.contiguous().mT
+        operands = block(10, **SMALL, neuron_major=True)
         want = steps(operands, plan)
         for _ in range(2):
             with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t.contiguous()):

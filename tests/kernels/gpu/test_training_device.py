@@ -21,7 +21,7 @@ from twell import (
 from twell.activations import Activation
 from twell.kernels.gpu import sizes
 
-from ..training import expect_overflow
+from ...training import expect_overflow
 from .test_device import fire, tokens_of, weights
 
 pytestmark = [

@@ -16,7 +16,7 @@ from twell.kernels.gpu.row import run as rows
 from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
 
-from ..accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, stock_dense
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested"

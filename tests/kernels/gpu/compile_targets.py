@@ -26,7 +26,7 @@ from twell.kernels.gpu import training as training_step
 from twell.kernels.gpu.device import Gpu
 from twell.kernels.gpu.row import run as rows
 
-from ..backends import added
+from ...backends import added
 
 HIDDEN, NEURONS = 2048, 5632
 MANY = 2048  # tokens that give every processor large tiles

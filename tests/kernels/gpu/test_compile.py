@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FEW_BYTES = 128  # of stack: compilers differ by a few registers; a tile that does not fit takes far more
 SHARED_BYTES = {"80": 166_912, "90": 232_448, "100": 232_448, "hopper": 232_448}
 KERNELS = {"80": 35, "90": 14, "100": 35, "hopper": 41}
@@ -25,7 +25,7 @@ def test_compiles(target, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
     result = subprocess.run(
-        [sys.executable, "-m", "tests.gpu.compile_targets", target],
+        [sys.executable, "-m", "tests.kernels.gpu.compile_targets", target],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -26,8 +26,8 @@ from twell.kernels.gpu import sizes
 from twell.layer_state import layer_of
 from twell.problem import Decision
 
-from ..accuracy import assert_accurate, stock_dense
-from ..training import assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients
+from ...accuracy import assert_accurate, stock_dense
+from ...training import SMALL, assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients
 from .test_interpreted import NEURONS
 
 
@@ -113,7 +113,7 @@ def run_block(backend):
 
 
 def test_only_what_is_needed(interpreted):
-    operands = block(20, dtype=torch.float32, bias=True)
+    operands = block(20, bias=True, **SMALL)
     full = gradients(operands, run_block(interpreted))
     for name in ("x", "down", "gate_bias"):
         alone = gradients(operands, run_block(interpreted), only=(name,))
@@ -144,7 +144,7 @@ def test_several_slabs(interpreted, monkeypatch):
 
 
 def test_the_gradient_of_down_is_laid_out_like_down(interpreted):
-    operands = block(20, dtype=torch.float32)
+    operands = block(20, **SMALL)
     for down in (operands["down"].contiguous(), operands["down"].mT.contiguous().mT):
         found = gradients(operands | {"down": down}, run_block(interpreted))
         assert found["down"].stride() == down.stride()
@@ -158,7 +158,7 @@ def test_a_loss_of_l1_alone(interpreted, gated):
 
 
 def test_second_derivatives(interpreted):
-    operands = block(5, dtype=torch.float32)
+    operands = block(5, **SMALL)
 
     def second(run):
         leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in operands.items()}
@@ -170,16 +170,10 @@ def test_second_derivatives(interpreted):
 
 
 def test_opcheck(interpreted):
-    operands = block(20, dtype=torch.float32)
+    operands = block(20, **SMALL)
     leaves = [None if t is None else t.clone().requires_grad_() for t in operands.values()]
     arguments = (*leaves, "relu", "block", 16, interpreted, True)
     torch.library.opcheck(torch.ops.twell.ffn_train, arguments)
-
-
-def neuron_major(*arguments, **options):
-    """As `block`, with rows of `down` that belong to neurons."""
-    operands = block(*arguments, **options)
-    return operands | {"down": operands["down"].mT.contiguous().mT}
 
 
 def leaves(operands):
@@ -214,7 +208,7 @@ def watch_existing(monkeypatch):
 def test_gradients_are_added_in_place(interpreted, monkeypatch, dtype, sum_dtype, gated):
     """Two steps: in place to the bit what autograd adds up, in a sum of that dtype; rare and frequent."""
     run = run_block(interpreted)
-    operands = neuron_major(20, nnz=3, dtype=dtype, gated=gated)
+    operands = block(20, nnz=3, dtype=dtype, gated=gated, neuron_major=True)
     other = block(3, dtype=dtype, gated=gated)
     first = gradients(operands, run, only=WEIGHTS)
     second = gradients(operands | {"x": other["x"]}, run, only=WEIGHTS)
@@ -242,7 +236,7 @@ def test_gradients_are_added_in_place(interpreted, monkeypatch, dtype, sum_dtype
 
 
 def test_gradients_that_cannot_be_added_in_place_go_through_autograd(interpreted, monkeypatch):
-    run, operands = run_block(interpreted), neuron_major(2, dtype=torch.float32)
+    run, operands = run_block(interpreted), block(2, neuron_major=True, **SMALL)
     wanted = gradients(operands, run, only=WEIGHTS)
 
     def twice(prepare):
@@ -265,7 +259,7 @@ def test_gradients_that_cannot_be_added_in_place_go_through_autograd(interpreted
 
 def test_only_weights_that_were_named_are_added_to(interpreted, monkeypatch):
     """With `inputs=`, and with `torch.autograd.grad`, which names what it returns."""
-    run, operands = run_block(interpreted), neuron_major(2, dtype=torch.float32)
+    run, operands = run_block(interpreted), block(2, neuron_major=True, **SMALL)
     wanted = gradients(operands, lambda **tensors: run(**tensors), only=WEIGHTS)
     tensors = leaves(operands)
     weighting = torch.Generator()
@@ -287,7 +281,7 @@ def test_only_weights_that_were_named_are_added_to(interpreted, monkeypatch):
 
 
 def test_nothing_is_added_in_place_unless_asked(interpreted):
-    run, operands = run_block(interpreted), neuron_major(2, dtype=torch.float32)
+    run, operands = run_block(interpreted), block(2, neuron_major=True, **SMALL)
     tensors = leaves(operands)
     run(**tensors).sum().backward()
     before = tensors["up"].grad.clone()
@@ -300,7 +294,7 @@ def test_nothing_is_added_in_place_unless_asked(interpreted):
 
 def test_checkpoints_with_gradients_to_be_added_in_place(interpreted):
     """A checkpoint hands out what was saved once only, and detached: autograd adds."""
-    run, tensors = run_block(interpreted), leaves(neuron_major(2, dtype=torch.float32))
+    run, tensors = run_block(interpreted), leaves(block(2, neuron_major=True, **SMALL))
     sums = []
     for _ in range(2):
         y = checkpoint(lambda: run(**tensors), use_reentrant=False)
@@ -328,7 +322,7 @@ def test_a_checkpoint_may_decide_otherwise_when_it_computes_again(
     interpreted, monkeypatch, first, again, gated
 ):
     monkeypatch.setattr(policy.gpu, "decide_training", decisions := Decisions(first, again))
-    operands = block(20, nnz=6, gated=gated, bias=True)
+    operands = block(20, nnz=6, gated=gated, bias=True, **SMALL)
     ours = partial(ffn_with_stats, plan=Plan(backend=interpreted))
 
     def run(**leaves):
@@ -370,7 +364,7 @@ def test_second_derivatives_of_a_dense_step_in_a_checkpoint(interpreted, monkeyp
 def test_hooks_that_nobody_knows_may_compute_again(interpreted, monkeypatch):
     """What they save is exact whatever they hand back: every neuron is listed where a step ran dense."""
     monkeypatch.setattr(policy.gpu, "decide_training", Decisions("dense"))
-    operands = block(20, nnz=6)
+    operands = block(20, nnz=6, **SMALL)
     ours = partial(ffn_with_stats, plan=Plan(backend=interpreted))
 
     def run(**leaves):
@@ -385,9 +379,9 @@ def test_hooks_that_nobody_knows_may_compute_again(interpreted, monkeypatch):
 
 def test_batched_gradients_and_those_of_other_types(interpreted):
     """Of an eager step: through the op, which knows what to do with them."""
-    operands = leaves(block(5, dtype=torch.float32))
+    operands = leaves(block(5, **SMALL))
     y = run_block(interpreted)(**operands)
-    seeds = torch.randn(3, *y.shape)
+    seeds = torch.randn(2, *y.shape)
     (batched,) = torch.autograd.grad(y, operands["up"], seeds, is_grads_batched=True, retain_graph=True)
     for seed, found in zip(seeds, batched, strict=True):
         (one,) = torch.autograd.grad(y, operands["up"], seed, retain_graph=True)
@@ -395,7 +389,7 @@ def test_batched_gradients_and_those_of_other_types(interpreted):
 
 
 def test_who_watches_a_backward_sees_the_op(interpreted):
-    operands = leaves(block(5, dtype=torch.float32))
+    operands = leaves(block(5, **SMALL))
     y = run_block(interpreted)(**operands)
     seen = []
 
@@ -411,7 +405,7 @@ def test_who_watches_a_backward_sees_the_op(interpreted):
 
 def test_compiled_steps_tell_their_backward(interpreted, fresh_compiler):
     """Through the tensor that the graph carries from one to the other."""
-    operands = leaves(block(5, dtype=torch.float32))
+    operands = leaves(block(5, **SMALL))
     compiled = torch.compile(run_block(interpreted), backend="aot_eager", fullgraph=True)
     y = compiled(**operands)
     state = layer_of(operands["gate"])

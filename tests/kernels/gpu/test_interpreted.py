@@ -13,7 +13,7 @@ from twell.layer_state import Reading
 from twell.problem import Decision, FfnArgs
 from twell.synthetic import make_ffn
 
-from ..accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, stock_dense
 
 HIDDEN, NEURONS = 40, 104  # neither is a multiple of a tile
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ..backends import added, interpreted_backend
+from ...backends import added, interpreted_backend
+from ...interpreter import hasten
+
+if not torch.cuda.is_available():
+    hasten()  # tests of the row path launch kernels themselves
 
 
 @pytest.fixture
