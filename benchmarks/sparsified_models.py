@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +196,11 @@ def measure(bench: Bench, name: str, shape: Shape, batches: list[tuple[int, int]
             }
             for _ in range(8):  # until the layers know how active they are
                 found = runs["ours"]().last_hidden_state
+            explained = twell.explain(sparse, {"input_ids": ids, "use_cache": False})
+            described["union"] = f"{sum(layer.union for layer in explained) / len(explained):.2f}"
+            paths = Counter(layer.forward for layer in explained)
+            described["paths"] = ", ".join(f"{count} {path}" for path, count in paths.items())
+            console.print(f"union {described['union']}, ran {described['paths']}", highlight=False)
             wanted = runs["stock"]().last_hidden_state
             error = (found.float() - wanted.float()).norm().item() / wanted.float().norm().item()
             bench.compare("eager", "stock, eager", runs, described, nnz, error)

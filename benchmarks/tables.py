@@ -24,6 +24,7 @@ import tables_defaults
 import tables_families
 import tables_gpu
 import tables_runs
+import tables_sparsified
 import tables_training
 from tables_gpu import ms
 from twell.measure import Record, read_records
@@ -145,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured-on": measured_on,
     **tables_defaults.TABLES,
     **tables_families.TABLES,
+    **tables_sparsified.TABLES,
     **tables_gpu.TABLES,
     **tables_training.TABLES,
     **tables_runs.TABLES,

@@ -8,7 +8,6 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("typer")
 import typer
@@ -115,41 +114,6 @@ def test_python_of_a_page_runs_on_a_gpu(document, scratch):
 def test_the_usage_example_is_short():
     [(_, code)] = fences(ROOT / "README.md", "python")
     assert len(code.strip().splitlines()) <= 12
-
-
-class TestAnExistingModel:
-    """`use_twell` of docs/inference.md."""
-
-    @pytest.fixture
-    def use_twell(self, scratch):
-        pytest.importorskip("transformers")
-        return run_page(ROOT / "docs" / "inference.md", with_cuda=False)["use_twell"]
-
-    @staticmethod
-    def model(**fields):
-        from .hf.tiny import stock_model
-
-        model = stock_model(**fields)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                torch.nn.init.normal_(parameter)
-        return model
-
-    @pytest.mark.parametrize("activation", ["relu", "relu2"])
-    @pytest.mark.parametrize("biased", [False, True])
-    def test_computes_what_it_did(self, use_twell, activation, biased):
-        from .hf.tiny import tokens
-
-        model = self.model(hidden_act=activation, mlp_bias=biased)
-        expected = model(tokens()).logits
-        converted = use_twell(model)
-        assert {type(layer.mlp).__name__ for layer in converted.model.layers} == {"SparseMLP"}
-        assert not converted(tokens()).logits.requires_grad  # else every call were a step of training
-        torch.testing.assert_close(converted(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
-
-    def test_without_exact_zeros_is_refused(self, use_twell):
-        with pytest.raises(ValueError, match="activation: got SiLU"):
-            use_twell(self.model(hidden_act="silu"))
 
 
 # click's; newer releases of typer have a copy of click inside.

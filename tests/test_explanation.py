@@ -99,8 +99,8 @@ def test_a_batch_is_run_counted_and_timed(as_batch):
     union = [window.any(0).double().mean() for window in active.split(128)]
     assert first.active == pytest.approx(active.double().mean().item())
     assert first.union == pytest.approx(torch.stack(union).mean().item())
-    assert first.limit == pytest.approx(3 / (1 + 2 * first.union))
-    assert second.limit == pytest.approx(2 / (1 + second.union))
+    assert first.limit == pytest.approx(3 / (1 + 2 * first.active))
+    assert second.limit == pytest.approx(2 / (1 + second.active))
     assert all(layer.gain > 0 and layer.forward == "dense" for layer in (first, second))
     header = str(twell.explain(model, as_batch(x))).splitlines()[0].split()
     assert header[5:] == ["ran", "active", "union", "at", "most", "measured", "why"]

@@ -179,13 +179,15 @@ def _block_finish(weights: WeightViews, activated: Tensor) -> Tensor:
 # tokens -> share, measured in CUDA graphs on an H200 and set a little lower. Decode at D 2048: sparse pays up
 # to about 0.7, with 33 to 64 tokens up to 0.4. Wide layers leave no room for x of more than 16 tokens beside
 # the weights: about 0.25 and 0.15. Many tokens (whole blocks of 128, and their shares): 768 to 1,024 1.2x at
-# 0.28 and 0.97x at 0.46; 1,536 1.38x at 0.46; from 8,192 on as fast as dense with everything active.
+# 0.28 and 0.97x at 0.46; 1,536 1.38x at 0.46; from 8,192 on as fast as dense with everything active. Wide
+# layers (D 4096 and 5120, 8,192 tokens): 1.18x at 0.75, 0.97x with everything active.
 _MANY = {65: 0.0, 768: 0.35, 1536: 0.6, 4096: 0.8, 8192: 1.0}
+_MANY_WIDE = {**_MANY, 8192: 0.85}
 _HOPPER = {1: 0.5, 33: 0.25, **_MANY}
-_HOPPER_WIDE = {1: 0.4, 17: 0.15, 33: 0.08, **_MANY}
+_HOPPER_WIDE = {1: 0.4, 17: 0.15, 33: 0.08, **_MANY_WIDE}
 _WIDE = 2048  # layers with more features are wide
 _DECODE_MEASURED = range(1024, 5633)  # features; beyond, x of 16 tokens does not fit either
-_HOPPER_UNKNOWN = {1: 0.0, **_MANY}
+_HOPPER_UNKNOWN = {1: 0.0, **_MANY_WIDE}
 # Other GPUs were not measured: dense until `twell tune` has run.
 _OTHER = {1: 0.0}
 

@@ -38,7 +38,8 @@ class ExplainedLayer(NamedTuple):
     active:   share of neurons that are active for a token of the batch; None without one.
     union:    share of neurons that are active for at least one of 128 neighbouring tokens; without a batch,
               the last reading of a GPU, None on CPUs, which look at every call instead.
-    limit:    gain over dense if nothing but the products counted; None without a batch.
+    limit:    gain over dense if nothing but products counted: those of the active neurons on a CPU, of the
+              union on a GPU; None without a batch.
     gain:     measured gain over dense, on the batch's own input of this block; None without a batch.
     reason:   why the forward ran this way.
     """
@@ -98,13 +99,15 @@ def explain(model: nn.Module, batch: Tensor | Mapping[str, Any] | Sequence[Any] 
 class _Observed:
     """Of one block in one pass of the batch; sums, since a layer may be called several times.
 
-    seconds: by plan, medians of each call.
+    by_blocks: whether the kernels compute a block of tokens on the union of its neurons, as on a GPU.
+    seconds:   by plan, medians of each call.
     """
 
     tokens: int = 0
     windows: int = 0
     active: float = 0.0
     union: float = 0.0
+    by_blocks: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: {"dense": 0.0, "ours": 0.0})
 
     def look(self, block: SparseMLP, inputs: tuple[Any, ...]) -> None:
@@ -114,6 +117,7 @@ class _Observed:
         if weights is None or x.numel() == 0:
             return
         x = x.detach().reshape(-1, x.shape[-1])[:_MOST_TOKENS]
+        self.by_blocks = x.is_cuda
         self._count(block, x, weights)
         for name, seconds in _times(block, x, weights).items():
             self.seconds[name] += seconds
@@ -205,7 +209,8 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
     if seen.tokens:
         active, union = seen.active / seen.tokens, seen.union / seen.windows
         skipped = 2 if mlp.gated else 1  # products of which only the active neurons' part is needed
-        limit = (1 + skipped) / (1 + skipped * union)
+        needed = union if seen.by_blocks else active
+        limit = (1 + skipped) / (1 + skipped * needed)
         gain = seen.seconds["dense"] / seen.seconds["ours"]
     return ExplainedLayer(
         name,

@@ -29,7 +29,7 @@ def test_built_in_limits_take_the_nearest_smaller_count():
     assert limits.share_limit("any", True, SHAPE, 40) == table[33]
     for hidden in (512, 8192):
         assert limits.share_limit("any", True, limits.Shape(hidden, 8192, True), 8) == 0.0  # not measured
-        assert limits.share_limit("any", True, limits.Shape(hidden, 8192, True), 8192) == 1.0
+        assert limits.share_limit("any", True, limits.Shape(hidden, 8192, True), 8192) == 0.85
     wide = limits.Shape(4096, 11008, True)
     assert limits.share_limit("any", True, wide, 40) == limits._HOPPER_WIDE[33] < table[33]
     assert limits.share_limit("any", True, SHAPE, 65) == 0.0
