@@ -25,7 +25,10 @@ from transformers import (
 import twell
 from twell import Plan, recorded_paths, sparsify_
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 SIZES = {"vocab_size": 128, "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
 FAMILIES = {
