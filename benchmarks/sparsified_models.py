@@ -170,13 +170,13 @@ class Bench:
 @torch.no_grad()
 def measure(bench: Bench, name: str, shape: Shape, batches: list[tuple[int, int]], vocabulary: int) -> None:
     stock = build(shape, bench.device, bench.dtype, vocabulary)
-    sparse = copy.deepcopy(stock)
-    report = twell.sparsify_(sparse)
-    if len(report.blocks) != shape.layers:
-        raise SystemExit(f"{name}: {report}")
     many = torch.randint(vocabulary, (1, 2048), device=bench.device)
     cuda = bench.device == "cuda"
     for share, skewed in shape.rates:
+        sparse = copy.deepcopy(stock)  # another model: layers remember how active they were
+        report = twell.sparsify_(sparse)
+        if len(report.blocks) != shape.layers:
+            raise SystemExit(f"{name}: {report}")
         nnz = calibrate(sparse, many, share, skewed)
         stock.load_state_dict(sparse.state_dict())
         for batch, length in batches:
@@ -192,7 +192,7 @@ def measure(bench: Bench, name: str, shape: Shape, batches: list[tuple[int, int]
             }
             runs = {
                 "stock": lambda ids=ids: stock(ids, use_cache=False),
-                "ours": lambda ids=ids: sparse(ids, use_cache=False),
+                "ours": lambda ids=ids, model=sparse: model(ids, use_cache=False),
             }
             for _ in range(8):  # until the layers know how active they are
                 found = runs["ours"]().last_hidden_state
@@ -217,6 +217,8 @@ def measure(bench: Bench, name: str, shape: Shape, batches: list[tuple[int, int]
                         layer._compiled_call_impl = None
         if cuda:
             decode(bench, name, shape, sparse, nnz, skewed)
+        del sparse, runs
+        gc.collect()
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList:

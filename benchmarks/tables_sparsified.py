@@ -8,7 +8,7 @@ from pathlib import Path
 from twell.measure import Record, read_records
 
 RESULTS = Path(__file__).resolve().parent / "results"
-RECORDS, CPU_RECORDS = RESULTS / "sparsified_models.jsonl", RESULTS / "sparsified_models_cpu.jsonl"
+RECORDS = RESULTS / "sparsified_models.jsonl"
 
 
 def sparsified_models() -> str:
@@ -24,23 +24,11 @@ def sparsified_models() -> str:
     ]
     for (model, hidden, neurons, skewed, nnz), found in groups.items():
         activity = f"{nnz / neurons:.0%} {'skewed' if skewed else 'even'}"
-        union = found["eager", 8192].shape["union"]
+        prefill = found.get(("eager", 8192))
+        union = "" if prefill is None else f"{float(prefill.shape['union']):.0%}"
         kinds = (("prefill", 8192), ("eager", 8192), ("decode", 1), ("decode", 8))
-        gains = " | ".join(_gain(found[kind]) for kind in kinds)
-        lines.append(f"| {model} ({hidden} x {neurons}) | {activity} | {float(union):.0%} | {gains} |")
-    return "\n".join(lines)
-
-
-def sparsified_cpu() -> str:
-    """The same on a CPU."""
-    lines = ["| | tokens | stock | ours | |", "|---|---:|---:|---:|---:|"]
-    for record in read_records(CPU_RECORDS):
-        shape = record.shape
-        times = f"{record.baseline_value * 1e3:.2f} ms | {record.value * 1e3:.2f} ms"
-        name = (
-            f"{shape['model']}, {shape['D']} x {shape['H']}, {record.sparsity['nnz'] / shape['H']:.0%} active"
-        )
-        lines.append(f"| {name} | {shape['M']} | {times} | {_gain(record)} |")
+        gains = " | ".join(_gain(found[kind]) if kind in found else "" for kind in kinds)
+        lines.append(f"| {model} ({hidden} x {neurons}) | {activity} | {union} | {gains} |")
     return "\n".join(lines)
 
 
@@ -62,5 +50,4 @@ def _gain(record: Record) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "sparsified-models": sparsified_models,
     "sparsified-models-measured-on": measured_on,
-    "sparsified-cpu": sparsified_cpu,
 }
