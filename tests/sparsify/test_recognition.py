@@ -229,13 +229,25 @@ class Clamped(Layer):
         return self.fc2(x)
 
 
+class ChangedBetween(Layer):
+    """The first projection's input changes in place before the last one runs."""
+
+    def forward(self, x):
+        x = self.norm(x)
+        hidden = self.fc1(x)
+        x += 1
+        hidden = self.act(hidden)
+        return self.fc2(hidden) + x
+
+
 class LastLooksAgain(Last):
     def forward(self, hidden, residual):
         return self.norm(self.dense(hidden) + residual) + hidden.mean()
 
 
 @pytest.mark.parametrize(
-    "model", [ReadTwice(), UsedTwice(), InALoop(), Chained(), Clamped(), Pair(LastLooksAgain())]
+    "model",
+    [ReadTwice(), UsedTwice(), InALoop(), Chained(), Clamped(), ChangedBetween(), Pair(LastLooksAgain())],
 )
 def test_layers_whose_values_go_elsewhere_are_refused(model):
     x = torch.randn(2, 3, D)

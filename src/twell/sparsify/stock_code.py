@@ -133,8 +133,8 @@ def _chains_in(body: list[ast.stmt], method: ast.FunctionDef) -> list[Chain]:
             core, applied = _unwrapped(expression)
             steps = steps_of(core, applied)
             chains += [Chain(steps_of(*_unwrapped(call))) for call in _calls_inside(core)]
-        for name in [name for name in growing if name == target or _count(statement, name)]:
-            chains.append(Chain(growing.pop(name)))  # used otherwise, or lost
+        # Whatever comes between two steps may change values in place: a chain is made of neighbours.
+        chains += [Chain(growing.pop(name)) for name in list(growing)]
         if steps and target is not None:
             growing[target] = steps
         elif steps:
