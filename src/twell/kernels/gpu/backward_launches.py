@@ -26,8 +26,8 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Source, Tiled, kind_number, launch
 from .operands import Operands, element_bytes
-from .portable_tiles import backward_tiles
 from .sizes import backward_rounds, cdiv, planes_of, power_of_two
+from .tiles import backward_tiles
 from .triton.combine import combine
 from .triton.products import gather_products
 from .triton.schedule import count_tokens, order_neurons, plan_rounds

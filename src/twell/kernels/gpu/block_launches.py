@@ -10,8 +10,8 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Tiled, Tokens, kind_number, launch
 from .operands import Operands, element_bytes
-from .portable_tiles import BlockTiles, block_tiles
 from .sizes import READ_AHEAD, cdiv, power_of_two
+from .tiles import BlockTiles, block_tiles
 from .triton.products import up_blocks
 from .triton.select import list_active, select_blocks
 from .triton.sums import gathered_sums
