@@ -246,7 +246,11 @@ class BackwardLaunches:
         arguments = (self.places, self.before, self.firing, self.blocks, neurons)
         constants = {"NEURONS": _COUNT_NEURONS, "GROUP": _COUNT_BLOCKS}
         launch(self.kind, count_tokens, (cdiv(neurons, _COUNT_NEURONS),), arguments, constants)
-        width = 256 if self.hopper else self.tiles.width
+        width = self.tiles.width
+        if self.hopper:
+            from .hopper.weight_gradients import FREQUENT_WIDTH
+
+            width = FREQUENT_WIDTH
         wide = max(self.operands.features, self.operands.outputs)
         arguments = (
             self.firing,
