@@ -18,7 +18,6 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .checkpoints import convert_state_dict
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .convert import relufy, to_stock
 from .layers import compile_inside_checkpoints, set_neuron_major, sparse_mlps
@@ -29,6 +28,7 @@ from .models import (
     SparseQwen2ForCausalLM,
     SparseQwen2Model,
 )
+from .spellings import convert_state_dict
 
 __all__ = [
     "SparseCausalLMOutput",

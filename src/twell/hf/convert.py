@@ -24,11 +24,11 @@ from .._errors import reject
 from .._log import log_once
 from ..activations import Activation
 from ..sparsify import sparsify_
-from .checkpoints import HUB_OPTIONS
 from .config import EXACT_ZEROS
 from .layers import sparse_mlps
 from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
 from .recording import record_sparsity_of
+from .spellings import HUB_OPTIONS
 
 SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
 
