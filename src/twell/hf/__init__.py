@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .convert import relufy, to_stock
+from .families import FAMILIES
 from .layers import compile_inside_checkpoints, set_neuron_major, sparse_mlps
 from .models import (
     SparseCausalLMOutput,
@@ -46,11 +47,8 @@ __all__ = [
     "to_stock",
 ]
 
-for _backbone, _causal_lm in (
-    (SparseLlamaModel, SparseLlamaForCausalLM),
-    (SparseQwen2Model, SparseQwen2ForCausalLM),
-):
-    _config = _causal_lm.config_class
+for _family in FAMILIES.values():
+    _config = _family.sparse_config
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _backbone, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+    AutoModel.register(_config, _family.backbone, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _family.sparse_class, exist_ok=True)
