@@ -83,14 +83,14 @@ class CpuChoices:
 def cpu_choices(monkeypatch, request):
     """No test depends on what the machine at hand measures or has, but those marked `real_cpu`."""
     from twell import layer_state, policy
-    from twell.kernels.cpu import gemm, probe
+    from twell.kernels.cpu import gemm, measurements
 
     layer_state._temporaries.cache_clear()  # what other tests' weights, each of one call, have come to share
     policy.resolve_cached.cache_clear()  # what thresholds of another test have decided
     if request.node.get_closest_marker("real_cpu"):
         return None
     choices = CpuChoices()
-    monkeypatch.setattr(probe, "measured", choices.measured)
+    monkeypatch.setattr(measurements, "measured", choices.measured)
     monkeypatch.setattr(gemm, "has_native_gemm", lambda dtype: choices.native)
     return choices
 

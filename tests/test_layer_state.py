@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from twell import Plan, SparseMLP, ffn, training_states
-from twell.layer_state import LOOK_AGAIN, LayerState, Reading, layer_of
+from twell.layer_state import LOOK_AGAIN_INFERENCE, LOOK_AGAIN_TRAINING, LayerState, Reading, layer_of
 
-POWERS_THEN_INTERVALS = [1, 2, 4, 8, 16, 32, LOOK_AGAIN, 2 * LOOK_AGAIN, 3 * LOOK_AGAIN]
+POWERS_THEN_INTERVALS = [1, 2, 4, 8, 16, 32, *(times * LOOK_AGAIN_TRAINING for times in (1, 2, 3))]
 
 
 def read(reading, share, arrived=True):
@@ -39,7 +39,10 @@ class TestReadings:
         layers = [LayerState() for _ in range(24)]
         readings = [layer.reading(torch.empty(8, 8), 1, training=False) for layer in layers]
         due = Counter(
-            call for reading in readings for call in range(1, 2000) if reading.is_due(256) and call > 64
+            call
+            for reading in readings
+            for call in range(1, 2000)
+            if reading.is_due(LOOK_AGAIN_INFERENCE) and call > 64
         )
         assert max(due.values()) <= 4
         assert len(due) > 24 * 6 / 2

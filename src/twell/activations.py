@@ -2,6 +2,20 @@
 
 Each is exactly zero up to a threshold; a neuron at zero is *inactive*. A NaN is never inactive: comparisons
 are written so that it stays in the active set and reaches the output.
+
+A new activation needs:
+
+    here                        its name, spelling, value and derivative
+    kernels/gpu/operands        numbers and flags (threshold, square, plain) that launchers hand to kernels
+    kernels/gpu/triton/common   `activate`; `activate_stored` where PLAIN
+    kernels/gpu/hopper/common   `activate`; where PLAIN, hopper/select
+    triton/, hopper/combine     its derivative
+    sparsify/activation_probe   how to recognise it in stock code
+    hf/config, hf/convert       its stock names, and what stock classes lack
+
+Both select kernels (triton/, hopper/) assume one threshold: an activation that is zero up to it and monotone,
+so that the largest pre-activation decides for a block of tokens. Elsewhere `pre <= threshold` says inactive:
+in triton/ and hopper/products and combine, `count_unions` in triton/statistics, and kernels/cpu/backward.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from .kernels.cpu.backward import cpu_backward
 from .kernels.cpu.csr import SAMPLED_DOT_AVAILABLE
 from .kernels.cpu.forward import cpu_forward, cpu_train_forward
 from .kernels.dense import dense_forward
-from .kernels.gpu.sizes import list_sizes
+from .kernels.gpu.sizes import list_sizes, unaligned
 from .problem import Decision, FfnArgs, FfnOutput, Gradients, Repeat, Saved, StepRepeat
 
 PATHS = ("auto", "dense", "row", "block")
@@ -116,9 +116,7 @@ def _gpu_refusal(site: Site) -> str | None:
         return "its kernels are written for NVIDIA GPUs"
     if site.dtype not in _GPU_DTYPES:
         return f"its kernels take {', '.join(map(str, _GPU_DTYPES))}, not {site.dtype}"
-    if site.hidden % 8 or site.neurons % 8:
-        return f"D and H must be multiples of 8, not {site.hidden} and {site.neurons}"
-    return None
+    return unaligned(site.hidden, site.neurons)
 
 
 def _from_gpu(module: str, name: str) -> Callable[..., Any]:

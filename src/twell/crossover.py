@@ -1,8 +1,8 @@
 """Up to which share of active neurons sparse beats dense, as measured.
 
 CPU: at D 1024, H 4096 in fp32 the row path breaks even near 15% active on 2 Zen 3 cores and near 7% on 16
-Sapphire Rapids cores. So each limit is measured (`kernels.cpu.probe`) the first time a call of its kind
-(dtype, layout, size, threads) has to choose.
+Sapphire Rapids cores. So each limit is measured (`kernels.cpu.measurements`) the first time a call of its
+kind (dtype, layout, size, threads) has to choose.
 
 GPU: a neuron counts as active if any token of a block activates it. Built-in limits were measured on an H200
 (bf16, GPU time; decode at four shapes, 768 to 8,191 tokens at D 2048, H 5632 only). `twell tune` measures the
@@ -25,9 +25,9 @@ from torch import Tensor
 from ._files import cache_folder, write_json
 from ._version import __version__
 from .activations import Activation
-from .kernels.cpu import probe as cpu_probe
+from .kernels.cpu import measurements
 from .kernels.cpu.forward import finish_block, finish_dense, finish_row, finish_single_row
-from .kernels.cpu.probe import least_seconds, measure_again, random_floats
+from .kernels.cpu.measurements import least_seconds, measure_again, random_floats
 from .kernels.cpu.weights import CpuSite, WeightViews
 from .problem import FfnArgs
 
@@ -47,13 +47,13 @@ MANY_TOKENS = 64  # the block path needs full blocks
 def row_limit(site: CpuSite) -> float:
     """The share of active neurons up to which the row path beats the dense finish here."""
     probe = _probe_site(site)
-    return cpu_probe.measured(_name("row limit", probe), lambda: _measure_row_limit(probe), otherwise=0.0)
+    return measurements.measured(_name("row limit", probe), lambda: _measure_row_limit(probe), otherwise=0.0)
 
 
 def block_pays(site: CpuSite) -> bool:
     """Whether the block path beats the dense finish here when blocks use a quarter of the neurons."""
     probe = _probe_site(site)
-    gain = cpu_probe.measured(
+    gain = measurements.measured(
         _name("dense over block", probe), lambda: _measure_block_gain(probe), otherwise=0.0
     )
     return _gain_pays(gain)

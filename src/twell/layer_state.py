@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils.weak import WeakIdKeyDictionary
 
-LOOK_AGAIN = 64  # training steps between readings, in the long run
+# Calls between readings of a layer, in the long run: reading one costs the host as much as a few calls.
+LOOK_AGAIN_TRAINING = 64  # training steps
+LOOK_AGAIN_INFERENCE = 256
 _MOST_PREPARED = 64  # shapes of x per layer; beyond, all are prepared again
 _log = logging.getLogger("twell")
 
@@ -79,7 +81,7 @@ class Reading:
         arriving = self._arriving
         return arriving is not None and arriving[-1] >= 0
 
-    def is_due(self, interval: int = LOOK_AGAIN) -> bool:
+    def is_due(self, interval: int = LOOK_AGAIN_TRAINING) -> bool:
         """Count a call; whether it should be read.
 
         interval: calls between readings in the long run.

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from twell import crossover
-from twell.kernels.cpu import probe
+from twell.kernels.cpu import measurements
 from twell.kernels.cpu.weights import CpuSite, WeightViews
 
 pytestmark = pytest.mark.real_cpu
@@ -25,7 +25,7 @@ SITE = CpuSite(
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(measurements, "_known", {})
 
 
 @pytest.mark.parametrize("tokens", [1, 64])
@@ -37,7 +37,7 @@ def test_real_limits(tokens, dtype, neuron_major):
     assert 0 <= limit <= 0.25
     assert crossover.row_limit(site) == limit
     assert isinstance(crossover.block_pays(site), bool)
-    assert all(value >= 0 for value in probe.kept_measurements().values())
+    assert all(value >= 0 for value in measurements.kept_measurements().values())
 
 
 @pytest.mark.parametrize(

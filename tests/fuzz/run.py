@@ -11,7 +11,7 @@ from torch import Tensor
 
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, layer_state, policy, recorded_paths, reference
 from twell.activations import Activation
-from twell.kernels.cpu import gemm, probe
+from twell.kernels.cpu import gemm, measurements
 
 from .case import Case
 from .tensors import make_operands, make_weighting
@@ -206,7 +206,7 @@ def _switches(case: Case):
         def measured(name, measure, *, otherwise):
             return next(number for kind, number in kept.items() if name.startswith(kind))
 
-        stack.enter_context(mock.patch.object(probe, "measured", measured))
+        stack.enter_context(mock.patch.object(measurements, "measured", measured))
         for name in ("_WORTH_LOOKING_SECONDS", "_MANY_WORTH_LOOKING_SECONDS"):
             stack.enter_context(mock.patch.object(policy.cpu, name, 0.0))
         stack.enter_context(mock.patch.object(gemm, "has_native_gemm", return_value=native))

@@ -18,7 +18,7 @@ pytest.importorskip("datasets")
 from safetensors.torch import load_file
 
 from twell import crossover, policy, recorded_paths
-from twell.kernels.cpu import probe
+from twell.kernels.cpu import measurements
 from twell.train.run import train
 
 from .runs import QUIET, ROOT, logged, small_run, write_corpus
@@ -43,10 +43,10 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setenv("TWELL_CACHE", str(tmp_path / f"cache-{limit}"))
         monkeypatch.setattr(crossover, "_measure_row_limit", lambda site: limit)
         monkeypatch.setattr(crossover, "_measure_block_gain", lambda site: 0.0)
-        probe._known.clear()
+        measurements._known.clear()
 
     yield become
-    probe._known.clear()
+    measurements._known.clear()
 
 
 def same_weights(one, other) -> bool:
@@ -80,7 +80,7 @@ def test_a_resumed_run_keeps_its_measurements(corpus, tmp_path, machine, monkeyp
     train(config, tmp_path / "resumed", resume=True, console=QUIET)
     assert same_weights(tmp_path / "row", tmp_path / "resumed")
     stored = json.loads((tmp_path / "resumed" / "choices.json").read_text())
-    assert set(stored[probe._machine()].values()) == {1.0}
+    assert set(stored[measurements._machine()].values()) == {1.0}
 
 
 def test_the_same_command_twice_and_killed_in_between(corpus, tmp_path):

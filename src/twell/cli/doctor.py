@@ -15,7 +15,7 @@ from .._processor import make_products_safe
 from ..activations import Activation
 from ..backends import BACKENDS, Site
 from ..kernels.cpu.gemm import has_native_gemm
-from ..kernels.cpu.probe import kept_measurements, measurements_file
+from ..kernels.cpu.measurements import kept_measurements, measurements_file
 from ..layer_state import LayerState
 from ..measure import hardware, versions
 from ..plan import ENVIRONMENT_VARIABLE, parse_override

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from .._errors import reject
 from ..crossover import cache_file
-from ..kernels.cpu.probe import measurements_file
+from ..kernels.cpu.measurements import measurements_file
 from ..measure.tune import SHARES, TOKENS, CpuLimits, tune_cpu, tune_gpu
 
 _QUICK_TOKENS = (1, 8, 64, 65, 1024, 8192)

@@ -18,9 +18,9 @@ if importlib.util.find_spec("transformers") is None:
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .checkpoints import convert_state_dict
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .convert import relufy, to_stock
+from .families import FAMILIES
 from .layers import compile_inside_checkpoints, set_neuron_major, sparse_mlps
 from .models import (
     SparseCausalLMOutput,
@@ -29,6 +29,7 @@ from .models import (
     SparseQwen2ForCausalLM,
     SparseQwen2Model,
 )
+from .spellings import convert_state_dict
 
 __all__ = [
     "SparseCausalLMOutput",
@@ -46,11 +47,8 @@ __all__ = [
     "to_stock",
 ]
 
-for _backbone, _causal_lm in (
-    (SparseLlamaModel, SparseLlamaForCausalLM),
-    (SparseQwen2Model, SparseQwen2ForCausalLM),
-):
-    _config = _causal_lm.config_class
+for _family in FAMILIES.values():
+    _config = _family.sparse_config
     AutoConfig.register(_config.model_type, _config, exist_ok=True)
-    AutoModel.register(_config, _backbone, exist_ok=True)
-    AutoModelForCausalLM.register(_config, _causal_lm, exist_ok=True)
+    AutoModel.register(_config, _family.backbone, exist_ok=True)
+    AutoModelForCausalLM.register(_config, _family.sparse_class, exist_ok=True)

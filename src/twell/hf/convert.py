@@ -11,12 +11,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationMixin,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 from transformers.activations import ACT2FN
 
@@ -24,16 +20,14 @@ from .._errors import reject
 from .._log import log_once
 from ..activations import Activation
 from ..sparsify import sparsify_
-from .checkpoints import HUB_OPTIONS
 from .config import EXACT_ZEROS
+from .families import FAMILIES
 from .layers import sparse_mlps
-from .models import SparseLlamaForCausalLM, SparseQwen2ForCausalLM
 from .recording import record_sparsity_of
+from .spellings import HUB_OPTIONS
 
-SparseModel = SparseLlamaForCausalLM | SparseQwen2ForCausalLM
-
-_SPARSE_CLASS = {LlamaConfig: SparseLlamaForCausalLM, Qwen2Config: SparseQwen2ForCausalLM}
-_STOCK_CLASS = {SparseLlamaForCausalLM: LlamaForCausalLM, SparseQwen2ForCausalLM: Qwen2ForCausalLM}
+_SPARSE_CLASS = {family.stock_config: family.sparse_class for family in FAMILIES.values()}
+_STOCK_CLASS = {family.sparse_class: family.stock_class for family in FAMILIES.values()}
 _OWN_TO_A_CLASS = ("model_type", "architectures", "auto_map", "transformers_version", "hidden_act")
 # Options that find a config outside the Hub's own files. A model class takes no code_revision.
 _CODE_OPTIONS = ("trust_remote_code", "code_revision", "gguf_file")
@@ -150,7 +144,7 @@ def _chosen_activation(stock_name: str, asked: str | Activation | None) -> Activ
     return chosen
 
 
-def to_stock(model: SparseModel) -> LlamaForCausalLM | Qwen2ForCausalLM:
+def to_stock(model: PreTrainedModel) -> PreTrainedModel:
     """Convert a sparse model to transformers' own class, with copied weights and the same output.
 
     Stock classes support gated blocks of one size with ReLU or squared ReLU; other models raise ValueError.

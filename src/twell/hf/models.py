@@ -21,10 +21,10 @@ from transformers import (
 from transformers.utils import can_return_tuple
 
 from ..nn import SparseMLP
-from .checkpoints import IGNORED_KEYS, load_pretrained
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .layers import install_sparse_mlps, restore_layout, set_neuron_major, sparse_mlps
 from .recording import RecordsSparsity, SparseCausalLMOutput
+from .spellings import IGNORED_KEYS, load_pretrained
 
 
 class _SparsePreTrained:

@@ -14,7 +14,7 @@ from ..kernels.gpu.sizes import (
     out_of_reach_of_training,
     whole_blocks,
 )
-from ..layer_state import LayerState
+from ..layer_state import LOOK_AGAIN_INFERENCE, LayerState
 from ..problem import AHEAD, Decision, FfnArgs
 
 # 768 tokens at D 2048, H 5632. Between decode and this much work, sparse lost.
@@ -30,9 +30,6 @@ TRAINING_OPERATIONS = 7e10
 # Training turns sparse at up to `_ENTER` active neurons (of a block's union), and dense again above `_LEAVE`.
 # GPU time on an H200, D 2048, H 5632, 1,024 to 4,096 tokens: 1.02x to 1.34x at 0.49, 0.85x to 1.12x at 0.63.
 _ENTER, _LEAVE = 0.5, 0.55
-
-# Calls between readings of a layer, in the long run: reading one costs the host as much as a few calls.
-LOOK_AGAIN = 256
 
 # Blocks without a gate have less to skip. H200, 8,192 tokens: 1.08x (D 3072, H 9216) and 1.15x (D 2048,
 # H 8192) at 0.5, 0.94x and 0.98x at 0.75; 2,048 tokens at D 3072: 1.17x at 0.3, 0.95x at 0.5.
@@ -67,7 +64,7 @@ def decide_inference(args: FfnArgs, block_rows: int, layer: LayerState) -> Decis
     if limit >= 1:
         reading.ran = True
         return block._replace(ahead=AHEAD)
-    due, first = reading.is_due(LOOK_AGAIN), not reading.ran
+    due, first = reading.is_due(LOOK_AGAIN_INFERENCE), not reading.ran
     if fits or (due and first):
         reading.ran = True
         ahead = reading.calls_ahead if fits else 0

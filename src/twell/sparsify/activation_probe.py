@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,6 +30,11 @@ class Recognised(NamedTuple):
 
 def recognise(function: Function, dtype: torch.dtype, device: torch.device) -> Recognised | str:
     """What `function`, element by element, computes in `dtype`; or why no kernel of ours computes it."""
+    in_place = function
+
+    def function(values: Tensor) -> Tensor:  # it may write into what it is given
+        return in_place(values.clone())
+
     values = _probe_values(dtype, device)
     result = function(values)
     if result.shape != values.shape or result.dtype != dtype:
@@ -42,8 +48,9 @@ def recognise(function: Function, dtype: torch.dtype, device: torch.device) -> R
     candidates = [Recognised(Activation("relu")), Recognised(Activation("relu2"))]
     if threshold:
         # The difference of two numbers that are near each other is exact.
-        shifted = Recognised(Activation("relu"), above - passed)
-        candidates = [Recognised(Activation("fatrelu", threshold)), shifted]
+        candidates = [Recognised(Activation("fatrelu", threshold))]
+        if dtype in (torch.float32, torch.float64):  # in 16 bits a bias could not hold the shift
+            candidates.append(Recognised(Activation("relu"), above - passed))
     for found in candidates:
         if _agrees(function, found, values):
             return found
@@ -51,13 +58,16 @@ def recognise(function: Function, dtype: torch.dtype, device: torch.device) -> R
 
 
 def _probe_values(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[n] of both signs, from tiny to _LARGEST, and 0."""
+    """[n] of both signs, from tiny to infinite, and 0; most of them up to _LARGEST."""
     generator = torch.Generator().manual_seed(0)
     spread = torch.randn(4096, generator=generator, dtype=torch.float64)
     scale = torch.logspace(-3, 1.2, 4096, dtype=torch.float64)
     line = torch.linspace(-_LARGEST, _LARGEST, 4097, dtype=torch.float64)
-    values = torch.cat([spread * scale, line]).clamp(-_LARGEST, _LARGEST)
-    return values.to(dtype=dtype, device=device)
+    most = math.log10(torch.finfo(dtype).max)
+    large = torch.logspace(1.8, most - 0.1, 512, dtype=torch.float64)
+    infinite = torch.tensor([float("inf")], dtype=torch.float64)
+    values = [(spread * scale).clamp(-_LARGEST, _LARGEST), line, large, -large, infinite, -infinite]
+    return torch.cat(values).to(dtype=dtype, device=device)
 
 
 def _largest_zero(function: Function, dtype: torch.dtype, device: torch.device) -> tuple[float, float, float]:
@@ -86,5 +96,7 @@ def _agrees(function: Function, found: Recognised, values: Tensor) -> bool:
     result = function(values)
     if not found.shift:
         return torch.equal(result, found.activation(values))
-    wanted = found.activation(values.double() - found.shift)
-    return bool(((result.double() - wanted).abs() <= epsilon * (values.double().abs() + found.shift)).all())
+    values, result = values.double(), result.double()
+    wanted = found.activation(values - found.shift)
+    close = (result - wanted).abs() <= epsilon * (values.abs() + found.shift)
+    return bool((close | (result == wanted)).all())

@@ -14,7 +14,7 @@ from .._files import user_cache
 from ..activations import Activation
 from ..plan import Plan
 
-ARCHITECTURES = ("llama", "qwen2")
+ARCHITECTURES = ("llama", "qwen2")  # as in `hf.families`, which would import transformers
 PRECISIONS = ("float32", "bfloat16", "float16")
 DENSE_ACTIVATIONS = ("silu", "gelu")
 

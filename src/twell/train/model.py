@@ -9,21 +9,18 @@ from pathlib import Path
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    LlamaConfig,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
 )
 
 from .. import hf
 from .._errors import reject
+from ..hf.families import FAMILIES
 from ..plan import Plan
 from .checkpoints import MODEL, find_model
 from .config import ARCHITECTURES, ModelConfig, RunConfig
 from .data.tokenizer import load_tokenizer
 
-_SPARSE = {"llama": hf.SparseLlamaConfig, "qwen2": hf.SparseQwen2Config}
-_DENSE = {"llama": LlamaConfig, "qwen2": Qwen2Config}
 _STORED = {  # our name -> transformers'
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
@@ -67,9 +64,10 @@ def _config(config: ModelConfig, vocab_size: int, eos_token_id: int, l1: float):
         "eos_token_id": eos_token_id,
         "use_cache": True,
     }
+    family = FAMILIES[config.architecture]
     if config.dense:
-        return _DENSE[config.architecture](**shared, hidden_act=config.activation)
-    return _SPARSE[config.architecture](
+        return family.stock_config(**shared, hidden_act=config.activation)
+    return family.sparse_config(
         **shared, sparsity_l1_coeff=l1, sparsity_gated_mlp=config.gated, sparsity_activation=config.activation
     )
 

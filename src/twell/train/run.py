@@ -28,7 +28,7 @@ from .._errors import reject
 from .._files import needs_space, read_json_object, remove, remove_leftovers, replace_folder, write_json
 from .._log import log_once
 from .._processor import make_products_safe
-from ..kernels.cpu.probe import choices_kept_in
+from ..kernels.cpu.measurements import choices_kept_in
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare

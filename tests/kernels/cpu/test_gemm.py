@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from twell.kernels.cpu import gemm, probe
+from twell.kernels.cpu import gemm, measurements
 
 pytestmark = pytest.mark.real_cpu
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.real_cpu
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(measurements, "_known", {})
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 13, 64])
@@ -50,7 +50,7 @@ def test_a_form_that_rounds_worse_is_not_taken(monkeypatch):
 def test_a_form_must_be_clearly_faster(gain, other, tokens, monkeypatch):
     monkeypatch.setattr(gemm, "_ONEDNN_LINEAR", object())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(probe, "measured", lambda name, measure, otherwise: gain)
+    monkeypatch.setattr(measurements, "measured", lambda name, measure, otherwise: gain)
     gemm._trial.cache_clear()
     form = gemm.best_form(tokens, 512, 512, 1)
     gemm._trial.cache_clear()
@@ -79,7 +79,7 @@ def test_where_there_is_no_choice_nothing_is_measured(reason, monkeypatch):
 def test_few_tokens_take_the_faster_form(tokens, transposed, monkeypatch):
     monkeypatch.setattr(gemm, "_ONEDNN_LINEAR", object())
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    monkeypatch.setattr(probe, "measured", lambda name, measure, otherwise: 2.0)
+    monkeypatch.setattr(measurements, "measured", lambda name, measure, otherwise: 2.0)
     weight = torch.empty(512, 768).mT if transposed else torch.empty(768, 512)
     gemm._trial.cache_clear()
     form = gemm.form_for(tokens, weight)
@@ -94,9 +94,9 @@ def test_few_tokens_take_the_faster_form(tokens, transposed, monkeypatch):
 def test_a_real_trial():
     form = gemm.best_form(4, 512, 512, 1)
     assert form in (torch.nn.functional.linear, gemm._weight_first)
-    assert len(probe.kept_measurements()) == 1
+    assert len(measurements.kept_measurements()) == 1
     gemm.remeasure(4, 512, 512, 1)
-    assert len(probe.kept_measurements()) == 1
+    assert len(measurements.kept_measurements()) == 1
 
 
 def test_trials_leave_the_random_state_and_the_defaults_alone():

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from . import probe
+from . import measurements
 
 FEW_TOKENS = 64  # up to here other forms are tried
 _SMALL = 1 << 17  # numbers of a weight (D 256, H 512): smaller products take about 50 us, not worth a trial
@@ -67,7 +67,7 @@ def best_form(tokens: int, outputs: int, inputs: int, threads: int, transposed: 
     other, name, measure = _trial(tokens, outputs, inputs, threads, transposed)
     if other is None:
         return linear
-    gain = probe.measured(name, measure, otherwise=1.0)
+    gain = measurements.measured(name, measure, otherwise=1.0)
     return other if gain * _MUST_TAKE_AT_MOST >= 1 else linear
 
 
@@ -75,7 +75,7 @@ def remeasure(tokens: int, outputs: int, inputs: int, threads: int, transposed: 
     """Measure again what `best_form` goes by, and keep the new number."""
     other, name, measure = _trial(tokens, outputs, inputs, threads, transposed)
     if other is not None:
-        probe.measure_again(name, measure)
+        measurements.measure_again(name, measure)
 
 
 @lru_cache(maxsize=1024)
@@ -107,7 +107,7 @@ def has_native_gemm(dtype: torch.dtype) -> bool:
 
 def _gain(other: Form, tokens: int, outputs: int, inputs: int, transposed: bool) -> float:
     """F.linear's time over `other`'s; `_ROUNDS_WORSE` if `other` is less accurate."""
-    x, weight = probe.random_floats(tokens, inputs), probe.random_floats(outputs, inputs)
+    x, weight = measurements.random_floats(tokens, inputs), measurements.random_floats(outputs, inputs)
     if transposed:
         weight = weight.mT.contiguous().mT
     if not _is_as_accurate(other, x - 0.5, weight - 0.5):
@@ -121,7 +121,7 @@ def _gain(other: Form, tokens: int, outputs: int, inputs: int, transposed: bool)
             form(x, one)
         return time.perf_counter() - begun
 
-    least, other_least = probe.least_seconds(partial(run, linear), partial(run, other))
+    least, other_least = measurements.least_seconds(partial(run, linear), partial(run, other))
     return least / other_least
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Source, Tiled, kind_number, launch
 from .operands import Operands, element_bytes
-from .portable_tiles import backward_tiles
 from .sizes import backward_rounds, cdiv, planes_of, power_of_two
+from .tiles import backward_tiles
 from .triton.combine import combine
 from .triton.products import gather_products
 from .triton.schedule import count_tokens, order_neurons, plan_rounds
@@ -246,7 +246,11 @@ class BackwardLaunches:
         arguments = (self.places, self.before, self.firing, self.blocks, neurons)
         constants = {"NEURONS": _COUNT_NEURONS, "GROUP": _COUNT_BLOCKS}
         launch(self.kind, count_tokens, (cdiv(neurons, _COUNT_NEURONS),), arguments, constants)
-        width = 256 if self.hopper else self.tiles.width
+        width = self.tiles.width
+        if self.hopper:
+            from .hopper.weight_gradients import FREQUENT_WIDTH
+
+            width = FREQUENT_WIDTH
         wide = max(self.operands.features, self.operands.outputs)
         arguments = (
             self.firing,

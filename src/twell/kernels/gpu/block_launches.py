@@ -10,8 +10,8 @@ from torch import Tensor
 from .device import Gpu, gpu_of
 from .launch import Tiled, Tokens, kind_number, launch
 from .operands import Operands, element_bytes
-from .portable_tiles import BlockTiles, block_tiles
 from .sizes import READ_AHEAD, cdiv, power_of_two
+from .tiles import BlockTiles, block_tiles
 from .triton.products import up_blocks
 from .triton.select import list_active, select_blocks
 from .triton.sums import gathered_sums
@@ -48,7 +48,11 @@ class BlockLaunches:
             self.gpu, operands.x.dtype, operands.tokens, operands.neurons, rows
         )
         self.hopper = _hopper_fits(operands, self.gpu, self.tiles)
-        self.chunk = 128 if self.hopper else self.tiles.up_chunk
+        self.chunk = self.tiles.up_chunk
+        if self.hopper:  # imported here: other devices need no Gluon
+            from .hopper.products import UP_CHUNK
+
+            self.chunk = UP_CHUNK
         self.chunks = cdiv(operands.neurons, self.chunk)
         self.workspace = self._allocate(tokens)
         self.kept = False  # whether lists outlive the call
@@ -68,7 +72,7 @@ class BlockLaunches:
 
     def select(self, x: Tensor) -> None:
         """active and values of the slab x [m, D]."""
-        if self.hopper:  # imported here: other devices need no Gluon
+        if self.hopper:
             from .hopper.launch_block import launch_select
 
             return launch_select(self, x)

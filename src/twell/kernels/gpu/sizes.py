@@ -15,6 +15,13 @@ _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or 
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 
 
+def unaligned(features: int, neurons: int) -> str | None:
+    """Why the kernels cannot read weights of these sizes, if they cannot."""
+    if features % 8 or neurons % 8:
+        return f"D and H must be multiples of 8, not {features} and {neurons}"
+    return None
+
+
 def out_of_reach(args: FfnArgs) -> str | None:
     """Why the kernels cannot run this call, if they cannot: nothing to compute, or indices too large."""
     tokens, neurons, outputs = args.x.shape[0], args.up.shape[0], args.down.shape[0]

@@ -7,33 +7,28 @@ from typing import TYPE_CHECKING
 from ..launch import launch
 from ..sizes import cdiv
 from .launch_block import layout, tiled
-from .products import gather_products_hopper
-from .sums import gathered_sums_hopper
-from .weight_gradients import frequent_weights_hopper
+from .products import PRODUCTS_DEPTH, PRODUCTS_STAGES, gather_products_hopper
+from .sums import SUMS_DEPTH, SUMS_STAGES, SUMS_WIDTH, gathered_sums_hopper
+from .weight_gradients import FREQUENT_DEPTH, FREQUENT_STAGES, FREQUENT_WIDTH, frequent_weights_hopper
 
 if TYPE_CHECKING:
     from ..backward_launches import BackwardLaunches
-
-_DEPTH = 64
-_WIDTH = 256
-_PRODUCT_STAGES, _WEIGHT_STAGES = 6, 4  # what fits
-_INPUT_STAGES = 3  # what fits beside its output tile
 
 
 def launch_products(
     launches: BackwardLaunches, grid: tuple[int], arguments: tuple, constants: dict[str, object]
 ) -> None:
     chunk = launches.tiles.chunk
-    own = {"W_LAYOUT": layout(chunk, _DEPTH, launches.operands.x.dtype), "STAGES": _PRODUCT_STAGES}
+    own = {"W_LAYOUT": layout(chunk, PRODUCTS_DEPTH, launches.operands.x.dtype), "STAGES": PRODUCTS_STAGES}
     launch(launches.kind, gather_products_hopper, grid, arguments, constants | own, num_warps=4)
 
 
 def launch_inputs(launches: BackwardLaunches, turn: int) -> None:
     operands, rows, out = launches.operands, launches.active.rows, launches.gradients.x
-    tiles = launches.blocks * cdiv(operands.features, _WIDTH)
+    tiles = launches.blocks * cdiv(operands.features, SUMS_WIDTH)
     arguments = (
-        tiled(launches.pool.viewed(launches.planes * launches.rows, rows), [_DEPTH, rows]),
-        tiled(out, [rows // 2, _WIDTH]),
+        tiled(launches.pool.viewed(launches.planes * launches.rows, rows), [SUMS_DEPTH, rows]),
+        tiled(out, [rows // 2, SUMS_WIDTH]),
         out,
         operands.select,
         operands.up,
@@ -52,8 +47,8 @@ def launch_inputs(launches: BackwardLaunches, turn: int) -> None:
         "SPANS": 1,
         "HAS_BIAS": False,
         "LATER": int(turn > 0),
-        "W_LAYOUT": layout(_DEPTH, _WIDTH, operands.x.dtype),
-        "STAGES": _INPUT_STAGES,
+        "W_LAYOUT": layout(SUMS_DEPTH, SUMS_WIDTH, operands.x.dtype),
+        "STAGES": SUMS_STAGES,
     }
     grid = (min(launches.gpu.processors, tiles),)
     launch((launches.kind, turn > 0), gathered_sums_hopper, grid, arguments, constants, num_warps=4)
@@ -62,10 +57,10 @@ def launch_inputs(launches: BackwardLaunches, turn: int) -> None:
 def launch_frequent(launches: BackwardLaunches) -> None:
     operands, neurons, planes = launches.operands, launches.tiles.neurons, launches.wanted
     wide = max(operands.features, operands.outputs)
-    most = cdiv(operands.neurons, neurons) * cdiv(wide, _WIDTH) * len(planes)
+    most = cdiv(operands.neurons, neurons) * cdiv(wide, FREQUENT_WIDTH) * len(planes)
     arguments = (
-        tiled(operands.x, [_DEPTH, _WIDTH]),
-        tiled(launches.grad_y, [_DEPTH, _WIDTH]),
+        tiled(operands.x, [FREQUENT_DEPTH, FREQUENT_WIDTH]),
+        tiled(launches.grad_y, [FREQUENT_DEPTH, FREQUENT_WIDTH]),
         launches.pool,
         launches.places,
         launches.frequent_list,
@@ -81,8 +76,8 @@ def launch_frequent(launches: BackwardLaunches) -> None:
     constants = {
         "MATRICES": len(planes),
         "NEURONS": neurons,
-        "V_LAYOUT": layout(neurons, _DEPTH, operands.x.dtype),
-        "STAGES": _WEIGHT_STAGES,
+        "V_LAYOUT": layout(neurons, FREQUENT_DEPTH, operands.x.dtype),
+        "STAGES": FREQUENT_STAGES,
         "ADD": launches.gradients.add,
     }
     grid = (min(launches.gpu.processors, most),)

@@ -11,18 +11,13 @@ from triton.experimental.gluon import language as gl
 
 from ..launch import Source, Tiled, Tokens, launch
 from ..sizes import cdiv
-from .products import up_blocks_hopper
-from .select import select_blocks_hopper
-from .sums import gathered_sums_hopper
+from .products import PRODUCTS_DEPTH, PRODUCTS_STAGES, up_blocks_hopper
+from .select import SELECT_DEPTH, SELECT_STAGES, SELECT_TILE, select_blocks_hopper
+from .sums import SUMS_DEPTH, SUMS_STAGES, SUMS_WIDTH, gathered_sums_hopper
 
 if TYPE_CHECKING:
     from ..block_launches import BlockLaunches
 
-_DEPTH = 64
-_SELECT_TILE = 256 * 128  # neurons x tokens
-_SELECT_STAGES, _UP_STAGES = 4, 6
-_DOWN_STAGES = 3  # what fits beside its output tile
-_DOWN_WIDTH = 256
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -38,17 +33,17 @@ def tiled(source: Source, block: list[int], by_tokens: bool = False) -> Tiled:
 def launch_select(launches: BlockLaunches, x: Tensor) -> None:
     operands, tiles = launches.operands, launches.tiles
     tokens = 2 * tiles.rows
-    neurons = _SELECT_TILE // tokens
+    neurons = SELECT_TILE // tokens
     work = cdiv(x.shape[0], tokens) * cdiv(operands.neurons, neurons)
     arguments = launches.select_arguments(
-        tiled(x, [tokens, _DEPTH], by_tokens=True), tiled(operands.select, [neurons, _DEPTH])
+        tiled(x, [tokens, SELECT_DEPTH], by_tokens=True), tiled(operands.select, [neurons, SELECT_DEPTH])
     )
     constants = {
         "ROWS": tiles.rows,
         "HAS_BIAS": operands.select_bias is not None,
         "PLAIN": operands.plain,
         "SQUARE": operands.square,
-        "STAGES": _SELECT_STAGES,
+        "STAGES": SELECT_STAGES,
     }
     grid = (min(launches.gpu.processors, work),)
     launch(launches.kind, select_blocks_hopper, grid, arguments, constants, num_warps=4)
@@ -56,12 +51,12 @@ def launch_select(launches: BlockLaunches, x: Tensor) -> None:
 
 def launch_up(launches: BlockLaunches, x: Tensor) -> None:
     operands = launches.operands
-    arguments = launches.up_arguments(tiled(x, [launches.tiles.rows, _DEPTH], by_tokens=True))
+    arguments = launches.up_arguments(tiled(x, [launches.tiles.rows, PRODUCTS_DEPTH], by_tokens=True))
     constants = {
         "HAS_BIAS": operands.up_bias is not None,
         "CHUNK": launches.chunk,
-        "W_LAYOUT": layout(launches.chunk, _DEPTH, x.dtype),
-        "STAGES": _UP_STAGES,
+        "W_LAYOUT": layout(launches.chunk, PRODUCTS_DEPTH, x.dtype),
+        "STAGES": PRODUCTS_STAGES,
     }
     grid = (min(launches.gpu.processors, launches.blocks(x.shape[0]) * launches.chunks),)
     launch(launches.kind, up_blocks_hopper, grid, arguments, constants, num_warps=4)
@@ -71,8 +66,8 @@ def launch_down(launches: BlockLaunches, y: Tensor) -> None:
     operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
     blocks = launches.blocks(y.shape[0])
     arguments = (
-        tiled(workspace.hidden, [_DEPTH, tiles.rows]),
-        tiled(y, [tiles.rows // 2, _DOWN_WIDTH], by_tokens=True),
+        tiled(workspace.hidden, [SUMS_DEPTH, tiles.rows]),
+        tiled(y, [tiles.rows // 2, SUMS_WIDTH], by_tokens=True),
         y,
         operands.down,
         operands.down,
@@ -91,8 +86,8 @@ def launch_down(launches: BlockLaunches, y: Tensor) -> None:
         "SPANS": 0,
         "HAS_BIAS": operands.down_bias is not None,
         "LATER": 0,
-        "W_LAYOUT": layout(_DEPTH, _DOWN_WIDTH, y.dtype),
-        "STAGES": _DOWN_STAGES,
+        "W_LAYOUT": layout(SUMS_DEPTH, SUMS_WIDTH, y.dtype),
+        "STAGES": SUMS_STAGES,
     }
-    grid = (min(launches.gpu.processors, blocks * cdiv(operands.outputs, _DOWN_WIDTH)),)
+    grid = (min(launches.gpu.processors, blocks * cdiv(operands.outputs, SUMS_WIDTH)),)
     launch(launches.kind, gathered_sums_hopper, grid, arguments, constants, num_warps=4)

@@ -17,6 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .common import add_product, arrived, copy_layout, fill, finish, make_ring, stored_layout
 
+PRODUCTS_DEPTH = 64  # features of one step
+PRODUCTS_STAGES = 6  # what fits
+UP_CHUNK = 128  # listed neurons of a work item of the up projection; the backward's are in `tiles`
+
 
 @gluon.jit
 def _make_rings(x_desc, CHUNK: gl.constexpr, W_LAYOUT: gl.constexpr, STAGES: gl.constexpr):

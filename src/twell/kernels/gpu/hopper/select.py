@@ -13,6 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .common import activate, add_product, arrived, finish, make_ring, nan_max, stored_layout, tma_load
 
+SELECT_TILE = 256 * 128  # neurons x tokens
+SELECT_DEPTH = 64  # features of one step
+SELECT_STAGES = 4
+
 
 @gluon.jit
 def _load(x_desc, w_desc, ring, M, H, D):

@@ -14,6 +14,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .common import add_product, arrived, copy_layout, fill, finish, make_ring, tma_store
 
+# For the down projection and for the gradient of x alike.
+SUMS_DEPTH = 64  # listed neurons of one step
+SUMS_WIDTH = 256  # columns of an output tile
+SUMS_STAGES = 3  # what fits beside its output tile
+
 
 @gluon.jit
 def _span(queue, tile, tiles, across, SPANS: gl.constexpr):

@@ -12,6 +12,10 @@ from triton.experimental.gluon import language as gl
 
 from .common import add_product, arrived, copy_layout, fill, finish, make_ring, stored_layout
 
+FREQUENT_DEPTH = 64  # tokens of one step
+FREQUENT_WIDTH = 256  # columns of a tile
+FREQUENT_STAGES = 4  # what fits
+
 
 @gluon.jit
 def _send(ring, desc, source, inside, row, column, step):

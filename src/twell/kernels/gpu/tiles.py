@@ -1,4 +1,7 @@
-"""Tile sizes of the block path and of the backward, measured on an H200 and cut to what a device holds."""
+"""Tile sizes of the block path and of the backward, measured on an H200 and cut to what a device holds.
+
+Hopper's launchers take some of them too: tokens per block, and the backward's chunk, neurons and entries.
+"""
 
 from __future__ import annotations
 

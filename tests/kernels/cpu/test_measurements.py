@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from twell import _log
-from twell.kernels.cpu import probe
+from twell.kernels.cpu import measurements
 
 pytestmark = pytest.mark.real_cpu
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.real_cpu
 @pytest.fixture(autouse=True)
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(measurements, "_known", {})
     monkeypatch.setattr(_log, "_logged", set())
 
 
@@ -50,63 +50,63 @@ class TestAgreement:
     )
     def test_tries_until_two_agree(self, numbers, value, taken):
         tries = Tries(*numbers)
-        assert probe.agreeing(tries) == pytest.approx(value)
+        assert measurements.agreeing(tries) == pytest.approx(value)
         assert tries.taken == taken
 
     def test_the_least_times_of_a_loaded_machine(self):
         """Disturbances only add: the true times come out although most rounds are disturbed."""
         one, other = Tries(9, 5, 7, 1.0, 8, 6, 4, 3, 2.5, 9), Tries(3, 2.0, 8, 5)
-        assert probe.least_seconds(one, other) == [1.0, 2.0]
+        assert measurements.least_seconds(one, other) == [1.0, 2.0]
         assert one.taken == other.taken
 
     def test_an_idle_machine_takes_few_rounds(self):
         run = Tries(1.0)
-        assert probe.least_seconds(run) == [1.0]
-        assert run.taken == 1 + probe._QUIET_ROUNDS
+        assert measurements.least_seconds(run) == [1.0]
+        assert run.taken == 1 + measurements._QUIET_ROUNDS
 
 
 class TestKeeping:
     def test_measured_once_per_machine(self):
         first, second = Tries(0.5), Tries(0.7)
-        assert probe.measured("a", first, otherwise=0.0) == 0.5
-        assert probe.measured("a", second, otherwise=0.0) == 0.5
-        probe._known.clear()  # a new process
-        assert probe.measured("a", second, otherwise=0.0) == 0.5
+        assert measurements.measured("a", first, otherwise=0.0) == 0.5
+        assert measurements.measured("a", second, otherwise=0.0) == 0.5
+        measurements._known.clear()  # a new process
+        assert measurements.measured("a", second, otherwise=0.0) == 0.5
         assert second.taken == 0
-        assert probe.kept_measurements() == {"a": 0.5}
+        assert measurements.kept_measurements() == {"a": 0.5}
 
     def test_measuring_again_replaces(self):
-        probe.measured("a", Tries(0.5), otherwise=0.0)
-        assert probe.measure_again("a", Tries(0.7)) == 0.7
-        assert probe.measured("a", Tries(0.1), otherwise=0.0) == 0.7
-        assert probe.kept_measurements() == {"a": 0.7}
+        measurements.measured("a", Tries(0.5), otherwise=0.0)
+        assert measurements.measure_again("a", Tries(0.7)) == 0.7
+        assert measurements.measured("a", Tries(0.1), otherwise=0.0) == 0.7
+        assert measurements.kept_measurements() == {"a": 0.7}
 
     @pytest.mark.parametrize("changed", ["torch", "twell", "cap", "cpu"])
     def test_another_machine_or_version_measures_for_itself(self, changed, monkeypatch):
-        probe.measured("a", Tries(0.5), otherwise=0.0)
-        probe._known.clear()
+        measurements.measured("a", Tries(0.5), otherwise=0.0)
+        measurements._known.clear()
         if changed == "torch":
             monkeypatch.setattr(torch, "__version__", "0.0")
         elif changed == "twell":
-            monkeypatch.setattr(probe, "__version__", "0.0")
+            monkeypatch.setattr(measurements, "__version__", "0.0")
         elif changed == "cap":
             monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
         else:
             monkeypatch.setattr("twell._processor.cpu_name", lambda: "another")
-        assert probe.measured("a", Tries(0.7), otherwise=0.0) == 0.7
+        assert measurements.measured("a", Tries(0.7), otherwise=0.0) == 0.7
 
     @pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"MACHINE": {"a": "x", "b": -1}}', "\xff"])
     def test_a_spoilt_file_is_measured_again(self, content):
-        path = probe.measurements_file()
+        path = measurements.measurements_file()
         path.parent.mkdir(parents=True)
-        path.write_bytes(content.replace("MACHINE", probe._machine()).encode("latin-1"))
-        assert probe.measured("a", Tries(0.5), otherwise=0.0) == 0.5
-        assert probe.kept_measurements() == {"a": 0.5}
+        path.write_bytes(content.replace("MACHINE", measurements._machine()).encode("latin-1"))
+        assert measurements.measured("a", Tries(0.5), otherwise=0.0) == 0.5
+        assert measurements.kept_measurements() == {"a": 0.5}
 
     def test_nothing_found_is_said(self, caplog):
         with caplog.at_level(logging.WARNING, logger="twell"):
-            probe.measured("row limit", Tries(0.0), otherwise=0.0)
-            probe.measured("row limit", Tries(0.0), otherwise=0.0)
+            measurements.measured("row limit", Tries(0.0), otherwise=0.0)
+            measurements.measured("row limit", Tries(0.0), otherwise=0.0)
         assert [r.message for r in caplog.records if "no use for sparsity" in r.message] != []
         assert len(caplog.records) == 1
         assert "twell tune --device cpu" in caplog.text
@@ -115,18 +115,18 @@ class TestKeeping:
         (tmp_path / "file").write_text("")
         monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "file" / "cache"))
         with caplog.at_level(logging.WARNING, logger="twell"):
-            assert probe.measured("a", Tries(0.5), otherwise=0.0) == 0.5
+            assert measurements.measured("a", Tries(0.5), otherwise=0.0) == 0.5
         assert "cannot be kept" in caplog.text
 
     def test_processes_take_turns_and_agree(self):
         """Three at once, each with another number to find: one measures, all go by it."""
         code = (
             "import sys, time\n"
-            "from twell.kernels.cpu import probe\n"
+            "from twell.kernels.cpu import measurements\n"
             "def measure():\n"
             "    time.sleep(0.3)\n"
             "    return float(sys.argv[1])\n"
-            "print(probe.measured('a', measure, otherwise=0.0))\n"
+            "print(measurements.measured('a', measure, otherwise=0.0))\n"
         )
         running = [
             subprocess.Popen([sys.executable, "-c", code, str(n)], stdout=subprocess.PIPE, text=True)
@@ -138,7 +138,7 @@ class TestKeeping:
 
     def test_a_measurement_may_need_another(self, monkeypatch):
         """Without waiting for its own lock."""
-        locked, states = probe.locked, []
+        locked, states = measurements.locked, []
 
         @contextmanager
         def noted(path, *, wait):
@@ -146,22 +146,22 @@ class TestKeeping:
                 states.append(state)
                 yield state
 
-        monkeypatch.setattr(probe, "locked", noted)
+        monkeypatch.setattr(measurements, "locked", noted)
         inner = Tries(0.5)
 
         def outer() -> float:
-            return 2 * probe.measured("inner", inner, otherwise=0.0)
+            return 2 * measurements.measured("inner", inner, otherwise=0.0)
 
-        assert probe.measured("outer", outer, otherwise=0.0) == 1.0
+        assert measurements.measured("outer", outer, otherwise=0.0) == 1.0
         assert states == ["held"]
-        assert probe.kept_measurements() == {"inner": 0.5, "outer": 1.0}
+        assert measurements.kept_measurements() == {"inner": 0.5, "outer": 1.0}
 
     @pytest.mark.parametrize("content", ["[" * 100_000, '{"MACHINE": {"a": 1' + "0" * 400 + "}}"])
     def test_a_hostile_file_is_measured_again(self, content):
-        path = probe.measurements_file()
+        path = measurements.measurements_file()
         path.parent.mkdir(parents=True)
-        path.write_text(content.replace("MACHINE", probe._machine()))
-        assert probe.measured("a", Tries(0.5), otherwise=0.0) == 0.5
+        path.write_text(content.replace("MACHINE", measurements._machine()))
+        assert measurements.measured("a", Tries(0.5), otherwise=0.0) == 0.5
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -184,57 +184,57 @@ class TestFork:
             return float(answer.read())
 
     def test_it_takes_what_is_kept(self):
-        probe.measured("kept", Tries(0.5), otherwise=0.0)
-        probe._known.clear()
-        assert self.in_child(lambda: probe.measured("kept", Tries(9.0), otherwise=0.25)) == 0.5
+        measurements.measured("kept", Tries(0.5), otherwise=0.0)
+        measurements._known.clear()
+        assert self.in_child(lambda: measurements.measured("kept", Tries(9.0), otherwise=0.25)) == 0.5
 
     def test_else_the_cautious_answer(self):
-        assert self.in_child(lambda: probe.measured("new", Tries(9.0), otherwise=0.25)) == 0.25
-        assert probe.kept_measurements() == {}
+        assert self.in_child(lambda: measurements.measured("new", Tries(9.0), otherwise=0.25)) == 0.25
+        assert measurements.kept_measurements() == {}
 
     def test_even_if_a_thread_was_measuring(self):
-        with probe._lock:
-            assert self.in_child(lambda: probe.measured("new", Tries(9.0), otherwise=0.25)) == 0.25
+        with measurements._lock:
+            assert self.in_child(lambda: measurements.measured("new", Tries(9.0), otherwise=0.25)) == 0.25
 
 
 class TestRuns:
     @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
     def test_a_fork_does_not_write_the_runs_file(self, tmp_path):
         path = tmp_path / "choices.json"
-        probe.measured("kept", Tries(0.5), otherwise=0.0)
-        with probe.choices_kept_in(path):
-            probe.measured("a", Tries(0.6), otherwise=0.0)
+        measurements.measured("kept", Tries(0.5), otherwise=0.0)
+        with measurements.choices_kept_in(path):
+            measurements.measured("a", Tries(0.6), otherwise=0.0)
             before = path.read_text()
-            TestFork.in_child(lambda: probe.measured("kept", Tries(9.0), otherwise=0.0))
+            TestFork.in_child(lambda: measurements.measured("kept", Tries(9.0), otherwise=0.0))
             assert path.read_text() == before
 
     def test_a_run_keeps_its_choices(self, tmp_path):
         path = tmp_path / "choices.json"
-        probe.measured("a", Tries(0.5), otherwise=0.0)
-        with probe.choices_kept_in(path):
-            assert probe.measured("a", Tries(9.0), otherwise=0.0) == 0.5
-            assert probe.measured("b", Tries(0.6), otherwise=0.0) == 0.6
-        probe.measure_again("a", Tries(0.9))  # the machine is measured again between two runs
-        probe.measure_again("b", Tries(0.9))
-        with probe.choices_kept_in(path):
-            assert probe.measured("a", Tries(9.0), otherwise=0.0) == 0.5
-            assert probe.measured("b", Tries(9.0), otherwise=0.0) == 0.6
-        assert probe.measured("a", Tries(9.0), otherwise=0.0) == 0.9
-        assert json.loads(path.read_text()) == {probe._machine(): {"a": 0.5, "b": 0.6}}
+        measurements.measured("a", Tries(0.5), otherwise=0.0)
+        with measurements.choices_kept_in(path):
+            assert measurements.measured("a", Tries(9.0), otherwise=0.0) == 0.5
+            assert measurements.measured("b", Tries(0.6), otherwise=0.0) == 0.6
+        measurements.measure_again("a", Tries(0.9))  # the machine is measured again between two runs
+        measurements.measure_again("b", Tries(0.9))
+        with measurements.choices_kept_in(path):
+            assert measurements.measured("a", Tries(9.0), otherwise=0.0) == 0.5
+            assert measurements.measured("b", Tries(9.0), otherwise=0.0) == 0.6
+        assert measurements.measured("a", Tries(9.0), otherwise=0.0) == 0.9
+        assert json.loads(path.read_text()) == {measurements._machine(): {"a": 0.5, "b": 0.6}}
 
     def test_another_process_of_the_run_reads_only(self, tmp_path):
         path = tmp_path / "choices.json"
-        with probe.choices_kept_in(path):
-            probe.measured("a", Tries(0.5), otherwise=0.0)
+        with measurements.choices_kept_in(path):
+            measurements.measured("a", Tries(0.5), otherwise=0.0)
         before = path.read_text()
-        with probe.choices_kept_in(path, write=False):
-            assert probe.measured("a", Tries(9.0), otherwise=0.0) == 0.5
-            probe.measured("b", Tries(0.6), otherwise=0.0)
+        with measurements.choices_kept_in(path, write=False):
+            assert measurements.measured("a", Tries(9.0), otherwise=0.0) == 0.5
+            measurements.measured("b", Tries(0.6), otherwise=0.0)
         assert path.read_text() == before
 
     def test_choices_of_another_machine_stay_and_are_not_used(self, tmp_path):
         path = tmp_path / "choices.json"
         path.write_text(json.dumps({"elsewhere": {"a": 0.1}}))
-        with probe.choices_kept_in(path):
-            assert probe.measured("a", Tries(0.5), otherwise=0.0) == 0.5
+        with measurements.choices_kept_in(path):
+            assert measurements.measured("a", Tries(0.5), otherwise=0.0) == 0.5
         assert json.loads(path.read_text())["elsewhere"] == {"a": 0.1}
