@@ -14,6 +14,15 @@ LINEAR_TWINS: set[type] = set()
 into it."""
 
 
+# Hooks of all modules: torch changes these dictionaries in place.
+_FOR_ALL = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+)
+
+
 class Projection(NamedTuple):
     """A projection of a block, or some of its outputs.
 
@@ -137,6 +146,7 @@ def is_conv1d(kind: type) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
+    """Its own, or those of all modules."""
     state = module.__dict__
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(state[name] for name in names)
+    return any(state[name] for name in names) or any(_FOR_ALL)

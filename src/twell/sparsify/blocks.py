@@ -7,7 +7,6 @@ changes its class to a subclass of its own, which runs ours where it can and its
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,17 +29,20 @@ class BlockTwin(SparseMLP):
 
     roles:      its projections.
     recognised: its activation, and what is subtracted before it.
-    dtype:      in which the activation was recognised: in others a threshold may lie elsewhere.
+    one_dtype:  whether it was recognised in the dtype of its weights only; so is an activation with a
+                threshold, which may lie elsewhere in another.
     """
 
-    def __init__(self, roles: Roles, recognised: Recognised, plan: Plan | None) -> None:
+    def __init__(
+        self, roles: Roles, recognised: Recognised, plan: Plan | None, one_dtype: bool = False
+    ) -> None:
         nn.Module.__init__(self)
         self.roles, self._shift = roles, recognised.shift
         self.intermediate_size, self.hidden_size = roles.up.size
         self.activation, self.plan, self.record = recognised.activation, plan, False
         self.neuron_major, self.eager = True, False
         self.last_stats = self._layer = self._low_rank = None
-        exact = recognised.activation.threshold or recognised.shift
+        exact = one_dtype or recognised.activation.threshold or recognised.shift
         self._only_dtype = base_of(self.up_proj).weight.dtype if exact else None
 
     gate_proj = property(lambda self: None if self.roles.gate is None else self.roles.gate.place.module)
@@ -65,7 +67,7 @@ class BlockTwin(SparseMLP):
         if up.dtype != down.dtype or (gate is not None and gate.dtype != up.dtype):
             return "its projections have weights of several dtypes"
         if self._only_dtype is not None and x.dtype != self._only_dtype:
-            return f"the threshold of its activation is known in {self._only_dtype} only"
+            return f"its code was understood in {self._only_dtype} only"
         device = x.device.type
         if x.dtype == up.dtype or (
             torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -87,7 +89,7 @@ class BlockTwin(SparseMLP):
     def adapt(self, x: Tensor) -> Adapted | str:
         """The block on x with LoRA on its projections, or why the stock block has to compute this call."""
         if self._only_dtype is not None and x.dtype != self._only_dtype:
-            return f"the threshold of its activation is known in {self._only_dtype} only"
+            return f"its code was understood in {self._only_dtype} only"
         return self._adapt(x)
 
     def run_adapted(self, x: Tensor, adapted: Adapted) -> Tensor:
@@ -130,35 +132,82 @@ class BlockTwin(SparseMLP):
 
 
 class Dropouts:
-    """The dropouts inside a block, looked at whenever it trains: between its projections they change what has
-    to be computed.
+    """The dropouts inside a block, looked at in every call: between its projections they change what has to
+    be computed.
 
     modules:  `nn.Dropout`s.
     numbers:  attributes of `owner` that hold a probability.
+    always:   whether training mode has to run stock code whatever they say.
     """
 
     def __init__(self, owner: nn.Module, modules: list[nn.Module], numbers: list[str], always: bool) -> None:
         self._owner, self._modules, self._numbers, self._always = owner, modules, numbers, always
 
     def drop(self) -> bool:
-        """Whether a step in training mode has to run stock code."""
+        """Whether this call has to run stock code."""
+        if any(module.training and module.p > 0 for module in self._modules):
+            return True
         if not self._owner.training:
             return False
         state = self._owner.__dict__
-        return (
-            self._always
-            or any(module.p > 0 for module in self._modules)
-            or any((state.get(name) or 0) > 0 for name in self._numbers)
-        )
+        return self._always or any((state.get(name) or 0) > 0 for name in self._numbers)
+
+
+class Surroundings:
+    """What else a block's code uses. It was recognised with these modules and settings: a call checks them.
+
+    places:   modules besides the projections: none may be replaced or hooked.
+    settings: of these modules and the owner, attributes that are numbers, texts or None.
+    """
+
+    def __init__(self, owner: nn.Module, places: list[Place]) -> None:
+        self._modules = [(place.holder, place.name, place.module) for place in places]
+        watched = [owner, *(place.module for place in places)]
+        self._settings = [
+            (module, names, [module.__dict__[name] for name in names])
+            for module in watched
+            if not isinstance(module, nn.Dropout) and (names := _settings_of(module))
+        ]
+
+    def have_changed(self) -> bool:
+        for holder, name, module in self._modules:
+            if holder._modules.get(name) is not module or has_hooks(module):
+                return True
+        for module, names, values in self._settings:
+            state = module.__dict__
+            if [state.get(name) for name in names] != values:
+                return True
+        return False
+
+
+def _settings_of(module: nn.Module) -> list[str]:
+    return [
+        name
+        for name, value in module.__dict__.items()
+        if name != "training"
+        and not name.startswith("_")
+        and "drop" not in name
+        and isinstance(value, int | float | str | None)
+    ]
+
+
+_CHANGED = "a module or a setting of the block was changed or hooked since it was recognised"
 
 
 class _OwnForward:
     """A stock module that is a feed-forward block and nothing else."""
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        twin, dropouts = self.__dict__["_twell_block"]
+        twin, dropouts, surroundings = self.__dict__["_twell_block"]
+        if dropouts._owner is not self:  # a shallow copy or a replica
+            return super().forward(*inputs, **named)
         values = (*inputs, *named.values())
-        y = _DROPOUT if dropouts.drop() else twin.run(values[0] if len(values) == 1 else None)
+        if dropouts.drop():
+            y = _DROPOUT
+        elif surroundings.have_changed():
+            y = _CHANGED
+        else:
+            y = twin.run(values[0] if len(values) == 1 else None)
         if not isinstance(y, str):
             return y
         twin.note_stock(y)
@@ -169,8 +218,10 @@ class Carrier:
     """Runs a block whose projections are called by stock code one after the other.
 
     The first projection returns its input as it is, the activation too, and the last one runs the whole
-    block on it. Everything around them stays stock code.
+    block on it. Everything around them stays stock code. It does so inside the owner's forward only: whoever
+    else calls a projection gets what it computes.
 
+    owner:        the module whose code was read.
     first, last:  the modules that pass x on and that run the block; `last` is a projection.
     activation:   the attribute of `owner` that the stock code calls between them; None if `first` applies it.
     through:      other modules that carried values pass through, where hooks would see them.
@@ -179,20 +230,54 @@ class Carrier:
     def __init__(
         self,
         twin: BlockTwin,
+        owner: nn.Module,
         dropouts: Dropouts,
+        surroundings: Surroundings,
         first: Place,
         last: Place,
         activation: Place | None,
         through: tuple[Place, ...] = (),
     ) -> None:
         self.twin, self.first, self.last, self.activation = twin, first, last, activation
-        self._through = through
+        self.owner, self._through, self._surroundings = owner, through, surroundings
         self._dropouts, self._local = dropouts, threading.local()
+        # While code is traced: whether the owner's forward is, and what is carried. Not the thread's own: a
+        # compiler does not trace that.
+        self.traced_inside, self.traced_x = False, None
+
+    def enter(self) -> Any:
+        """The owner's forward begins; returns what `leave` wants."""
+        if torch.compiler.is_compiling():
+            self.traced_inside, self.traced_x = True, None
+            return None
+        local = self._local
+        before = getattr(local, "inside", False), getattr(local, "x", None), getattr(local, "adapted", None)
+        local.inside, local.x, local.adapted = True, None, None
+        return before
+
+    def leave(self, before: Any, ended: bool) -> None:
+        """ended: whether the forward has returned, and not raised."""
+        if before is None:
+            self.traced_inside, self.traced_x = False, None
+            return
+        local = self._local
+        lost = ended and local.x is not None
+        local.inside, local.x, local.adapted = before
+        if lost:
+            raise RuntimeError(
+                "stock code did not bring a carried value to the last projection of a sparsified block; "
+                "call twell.densify_ on the model, and please report its class"
+            )
 
     def carries(self, x: Tensor, first: nn.Module) -> bool:
         """first: who asks."""
         if torch.compiler.is_compiling():
-            return first is self.first.module and self._why_stock(x) is None
+            if not self.traced_inside or first is not self.first.module or self._why_stock(x) is not None:
+                return False
+            self.traced_x = x
+            return True
+        if not getattr(self._local, "inside", False):
+            return False
         self._follow_adapters()
         if first is not self.first.module or getattr(self._local, "runs", False):
             return False  # called by what was put around it, or by the twin
@@ -203,17 +288,25 @@ class Carrier:
         if reason is not None:
             self.twin.note_stock(reason)
             return False
-        self._local.x, self._local.adapted = x, adapted
+        self._local.x, self._local.adapted, self._local.version = x, adapted, _version(x)
         return True
 
     def is_carried(self, x: Tensor) -> bool:
         """Whether x is what the first projection has passed on."""
         if torch.compiler.is_compiling():
-            return self._why_stock(x) is None
+            return self.traced_x is not None  # dropouts that do nothing make other tensors while traced
+        if self.traced_x is not None and not getattr(self._local, "inside", False):
+            raise RuntimeError(
+                "a sparsified block was left half compiled (its activation or a projection is excluded from "
+                "compilation); compile the whole layer, or call twell.densify_ on the model"
+            )
         carried = getattr(self._local, "x", None)
         if carried is None:
             return False
-        if x is not carried and (x.data_ptr() != carried.data_ptr() or x.shape != carried.shape):
+        same = x is carried or (
+            x.data_ptr() == carried.data_ptr() and x.shape == carried.shape and x.stride() == carried.stride()
+        )
+        if not same or _version(x) != self._local.version:
             self._local.x = None
             raise RuntimeError(
                 "stock code changed the values between two projections of a sparsified block; call "
@@ -223,6 +316,7 @@ class Carrier:
 
     def run(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
+            self.traced_x = None
             return self.twin(x)
         adapted, self._local.x, self._local.adapted = self._local.adapted, None, None
         self._local.runs = True
@@ -243,8 +337,8 @@ class Carrier:
     def _why_stock(self, x: Tensor) -> str | None:
         if self._dropouts.drop():
             return _DROPOUT
-        if not self._is_in_place():
-            return "a module of the block was replaced or hooked"
+        if not self._is_in_place() or self._surroundings.have_changed():
+            return _CHANGED
         return self.twin.why_stock(x)
 
     def _is_in_place(self) -> bool:
@@ -256,7 +350,7 @@ class Carrier:
         return not any(place.module is not None and has_hooks(place.module) for place in self._through)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_local": None}
+        return {**self.__dict__, "_local": None, "traced_inside": False, "traced_x": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -283,19 +377,33 @@ class _RunsBlock:
         return super().forward(x, *inputs, **named)
 
 
-class CarriedActivation(nn.Module):
-    """In place of a carried block's activation."""
-
-    def __init__(self, stock: Callable[[Tensor], Tensor], carrier: Carrier) -> None:
-        super().__init__()
-        self.__dict__["stock"] = stock
-        self.__dict__["_twell_carrier"] = carrier
+class _Carried:
+    """The activation of a carried block."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if self._twell_carrier.is_carried(x) else self.stock(x)
+        return x if self.__dict__["_twell_carrier"].is_carried(x) else super().forward(x)
 
-    def extra_repr(self) -> str:
-        return repr(self.stock)
+
+class _CarriesInside:
+    """The module whose code calls the projections of carried blocks."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        carriers = self.__dict__["_twell_carriers"]
+        if any(carrier.owner is not self for carrier in carriers):  # a shallow copy or a replica
+            return super().forward(*inputs, **named)
+        before = [carrier.enter() for carrier in carriers]
+        ended = False
+        try:
+            output = super().forward(*inputs, **named)
+            ended = True
+        finally:
+            for carrier, kept in zip(carriers, before, strict=True):
+                carrier.leave(kept, ended)
+        return output
+
+
+def _version(x: Tensor) -> int | None:
+    return None if x.is_inference() else x._version
 
 
 @cache
@@ -310,15 +418,16 @@ def _swapped_class(stock: type[nn.Module], mixin: type) -> type[nn.Module]:
 
 
 def _rebuild(stock: type[nn.Module], mixin: str) -> nn.Module:
-    swapped = _swapped_class(
-        stock, {kind.__name__: kind for kind in (_OwnForward, _PassesOn, _RunsBlock)}[mixin]
-    )
+    mixins = (_OwnForward, _PassesOn, _RunsBlock, _Carried, _CarriesInside)
+    swapped = _swapped_class(stock, {kind.__name__: kind for kind in mixins}[mixin])
     return swapped.__new__(swapped)
 
 
-def install_own_forward(owner: nn.Module, twin: BlockTwin, dropouts: Dropouts) -> None:
+def install_own_forward(
+    owner: nn.Module, twin: BlockTwin, dropouts: Dropouts, surroundings: Surroundings
+) -> None:
     """Make `owner`, which is the block, run as `twin`."""
-    owner.__dict__["_twell_block"] = twin, dropouts
+    owner.__dict__["_twell_block"] = twin, dropouts, surroundings
     owner.__class__ = _swapped_class(type(owner), _OwnForward)
     _lay_out(twin)
 
@@ -329,8 +438,12 @@ def install_carrier(carrier: Carrier) -> None:
         for one in {module, base_of(module)}:  # the base takes over once adapters are unloaded
             _swap(one, mixin, carrier)
     if carrier.activation is not None:
-        holder, name = carrier.activation
-        holder._modules[name] = CarriedActivation(holder._modules[name], carrier)
+        _swap(carrier.activation.module, _Carried, carrier)
+    owner = carrier.owner
+    if "_twell_carriers" not in owner.__dict__:
+        owner.__dict__["_twell_carriers"] = []
+        owner.__class__ = _swapped_class(type(owner), _CarriesInside)
+    owner.__dict__["_twell_carriers"].append(carrier)
     _lay_out(carrier.twin)
 
 
@@ -340,16 +453,15 @@ def _swap(module: nn.Module, mixin: type, carrier: Carrier) -> None:
 
 
 def remove(module: nn.Module) -> bool:
-    """Make a module stock again; whether it was ours. Activations are put back by their holder."""
-    for name, child in list(module._modules.items()):
-        if isinstance(child, CarriedActivation):
-            module._modules[name] = child.stock
+    """Make a module stock again; whether it was ours."""
     if not is_swapped(module):
         return False
     block = module.__dict__.pop("_twell_block", None)
     carrier = module.__dict__.pop("_twell_carrier", None)
+    carriers = module.__dict__.pop("_twell_carriers", [])
     module.__class__ = type(module)._twell_stock
-    _lay_out_stock(carrier.twin if block is None else block[0])
+    for twin in [*([] if block is None else [block[0]]), *(c.twin for c in (carrier, *carriers) if c)]:
+        _lay_out_stock(twin)
     return True
 
 

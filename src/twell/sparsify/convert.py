@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from torch import nn
@@ -9,8 +10,18 @@ from torch import nn
 from .._errors import reject
 from .._log import log_once
 from ..plan import Plan
-from .blocks import BlockTwin, Carrier, Dropouts, install_carrier, install_own_forward, remove, twin_of
-from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks
+from .blocks import (
+    BlockTwin,
+    Carrier,
+    Dropouts,
+    Surroundings,
+    install_carrier,
+    install_own_forward,
+    remove,
+    twin_of,
+)
+from .proof import is_probability
+from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks, places_besides
 
 
 @dataclass(frozen=True)
@@ -126,27 +137,24 @@ def densify_(model: nn.Module) -> int:
 
 
 def _install(found: Found, plan: Plan | None) -> None:
-    twin = BlockTwin(found.proven.roles, found.proven.recognised, plan)
-    if found.split is None:
-        adapters = {part for module in found.proven.roles.modules for part in module.modules()}
-        dropouts = [
-            module
-            for module in found.owner.modules()
-            if isinstance(module, nn.Dropout) and module not in adapters
-        ]
-        numbers = [name for name, value in vars(found.owner).items() if _is_probability(name, value)]
-        always = found.proven.random_in_training and not dropouts and not numbers
-        install_own_forward(found.owner, twin, Dropouts(found.owner, dropouts, numbers, always))
+    twin = BlockTwin(found.proven.roles, found.proven.recognised, plan, found.proven.one_dtype)
+    owner, split, always = found.owner, found.split, found.proven.random_in_training
+    if split is None:
+        others = places_besides(owner, found.proven.roles.modules)
+        dropouts = [place.module for place in others if isinstance(place.module, nn.Dropout)]
+        numbers = [name for name, value in vars(owner).items() if is_probability(name, value)]
+        surroundings = Surroundings(owner, others)
+        install_own_forward(owner, twin, Dropouts(owner, dropouts, numbers, always), surroundings)
         return
-    split = found.split
-    dropouts = Dropouts(
-        found.owner, list(split.dropouts), list(split.numbers), found.proven.random_in_training
+    activation = split.activation
+    if activation is not None and found.shares_activation:
+        activation.holder._modules[activation.name] = copy.copy(activation.module)
+    watched = [place for place in (activation, *split.through) if place is not None]
+    dropouts = Dropouts(owner, list(split.dropouts), list(split.numbers), always)
+    surroundings = Surroundings(owner, watched)
+    install_carrier(
+        Carrier(twin, owner, dropouts, surroundings, split.first, split.last, activation, split.through)
     )
-    install_carrier(Carrier(twin, dropouts, split.first, split.last, split.activation, split.through))
-
-
-def _is_probability(name: str, value: object) -> bool:
-    return "drop" in name and isinstance(value, float)
 
 
 def _report(findings: Findings) -> SparsifyReport:

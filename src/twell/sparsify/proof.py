@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from ..projections import base_of, is_linear
 from .activation_probe import Recognised, recognise
 from .roles import Place, Role, Roles
+from .stock_code import what_code_looks_at
 
 _LEADING = ((2, 3), (6,))  # leading sizes of the x that are tried
+_MORE_TOKENS = (1, 130)  # the code must do the same with few and with many
 
 
 class NotABlockError(Exception):
@@ -27,11 +29,13 @@ class NotABlockError(Exception):
 
 
 class Proven(NamedTuple):
-    """random_in_training: whether steps in training mode differ, as a dropout makes them."""
+    """random_in_training: whether steps in training mode differ even with its dropouts at 0.
+    one_dtype: whether its code looks at dtypes, and so was understood in one of them only."""
 
     roles: Roles
     recognised: Recognised
     random_in_training: bool
+    one_dtype: bool = False
 
 
 Stand = Callable[[Tensor], Tensor]
@@ -45,13 +49,23 @@ def sizes(module: nn.Module) -> tuple[int, int]:
 
 def prove_block(owner: nn.Module, places: list[Place]) -> Proven:
     """The roles of `places`, the projections inside `owner`, if owner(x) is a feed-forward block of them."""
-    with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(owner)), _modes_kept(owner):
+    looks = what_code_looks_at(type(owner))
+    if "shape" in looks:
+        raise NotABlockError("its code looks at the shape of its input")
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=_cuda_devices(owner)),
+        _modes_kept(owner),
+        _without_side_effects(owner),
+    ):
         _set_mode(owner, training=False)
         trial = _find_trial(owner, places)
         down = _find_down(trial)
         roles, recognised = _find_gate(trial, [place for place in places if place is not down], down)
-        _check_product(trial, roles, recognised)
-        return Proven(roles, recognised, random_in_training=not _is_steady(trial))
+        for leading in (trial.leading, *((*trial.leading[:-1], tokens) for tokens in _MORE_TOKENS)):
+            _check_product(_Trial(owner, places, leading, trial.x.shape[-1]), roles, recognised)
+        steady = _is_steady(trial)
+    return Proven(roles, recognised, random_in_training=not steady, one_dtype="dtype" in looks)
 
 
 class _Trial:
@@ -115,6 +129,64 @@ def _modes_kept(owner: nn.Module) -> Iterator[None]:
 def _set_mode(owner: nn.Module, training: bool) -> None:
     for module in owner.modules():  # not train(), which a model may have redefined
         module.training = training
+
+
+@contextmanager
+def _without_side_effects(owner: nn.Module) -> Iterator[None]:
+    """Refuse code that keeps something on its modules, and take it back."""
+    before = [(module, dict(module.__dict__)) for module in owner.modules()]
+    changed = False
+    try:
+        yield
+    finally:
+        for module, state in before:
+            now = {name: value for name, value in module.__dict__.items() if name != "training"}
+            then = {name: value for name, value in state.items() if name != "training"}
+            if now.keys() != then.keys() or any(now[name] is not then[name] for name in now):
+                changed = True
+                module.__dict__.clear()
+                module.__dict__.update(state)
+    if changed:
+        raise NotABlockError("its code keeps values on the module")
+
+
+@contextmanager
+def _dropouts_off(owner: nn.Module) -> Iterator[None]:
+    """With the probabilities at 0 that a block's calls look at."""
+    modules = [module for module in owner.modules() if isinstance(module, nn.Dropout)]
+    numbers = [(owner, name) for name, value in vars(owner).items() if is_probability(name, value)]
+    before = [(thing, name, thing.__dict__[name]) for thing, name in [*((m, "p") for m in modules), *numbers]]
+    try:
+        for thing, name, _value in before:
+            thing.__dict__[name] = 0.0
+        yield
+    finally:
+        for thing, name, value in before:
+            thing.__dict__[name] = value
+
+
+def is_probability(name: str, value: object) -> bool:
+    """Whether an attribute of a module is that of a dropout."""
+    return "drop" in name and isinstance(value, float)
+
+
+def recognise_steady(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Recognised:
+    """The activation that a module computes, in training mode as well."""
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        _modes_kept(module),
+        _without_side_effects(module),
+    ):
+        found = []
+        for training in (False, True, True):
+            _set_mode(module, training)
+            found.append(recognise(module, dtype, device))
+    if isinstance(found[0], str):
+        raise NotABlockError(found[0])
+    if found != found[:1] * 3:
+        raise NotABlockError("its activation does something else in training mode")
+    return found[0]
 
 
 def _cuda_devices(owner: nn.Module) -> list[torch.device]:
@@ -236,10 +308,11 @@ def _is_steady(trial: _Trial) -> bool:
     """Whether training mode computes the same as evaluation."""
     results = trial.random_results()
     outcomes = []
-    for training in (True, True, False):
-        _set_mode(trial.owner, training)
-        output, given = trial.run(results)
-        outcomes.append([output, *(tensor for inputs in given.values() for tensor in inputs)])
+    with _dropouts_off(trial.owner):
+        for training in (True, True, False):
+            _set_mode(trial.owner, training)
+            output, given = trial.run(results)
+            outcomes.append([output, *(tensor for inputs in given.values() for tensor in inputs)])
     return all(_same(a, b) for other in outcomes[1:] for a, b in zip(outcomes[0], other, strict=True))
 
 
@@ -295,11 +368,15 @@ def prove_last(module: nn.Module, down: Place) -> bool:
         given = []
 
         def stand_in(x: Tensor) -> Tensor:
+            # A carried value is the residual itself: it must not have changed by now.
+            if not torch.equal(given_residual, residual):
+                raise NotABlockError("something changes the residual before its last projection")
             given.append(x)
             return result
 
+        given_residual = residual.clone()
         with standing_in({down.module: stand_in}):
-            output = _with_residual(module, hidden, residual)
+            output = _with_residual(module, hidden, given_residual)
         if len(given) != 1 or not _same(given[0], hidden):
             raise NotABlockError("something comes before its last projection")
         return output

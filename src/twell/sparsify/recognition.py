@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import torch
 from torch import nn
 
 from ..nn import SparseMLP
-from ..projections import base_of, is_linear, is_lora, is_projection
-from .activation_probe import Recognised, recognise
+from ..projections import base_of, has_hooks, is_linear, is_lora, is_projection
+from .activation_probe import Recognised
 from .adapters import described
-from .blocks import is_swapped
+from .blocks import is_swapped, twin_of
 from .linear_twins import admit_linear_twins
-from .proof import NotABlockError, Proven, prove_block, prove_last, prove_selector, sizes
+from .proof import NotABlockError, Proven, prove_block, prove_last, prove_selector, recognise_steady, sizes
 from .roles import Place, Role, Roles, why_unsuitable
 from .stock_code import Chain, Step, chains_of, input_reader
 
@@ -44,12 +43,14 @@ class Split:
 
 @dataclass(frozen=True)
 class Found:
-    """split: None where the owner itself is the block."""
+    """split: None where the owner itself is the block. shares_activation: whether other modules hold its
+    activation, too."""
 
     name: str
     owner: nn.Module
     proven: Proven
     split: Split | None = None
+    shares_activation: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,10 @@ class Findings:
 def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     """Every block of `model` that our kernels can run, innermost modules first; changes nothing."""
     admit_linear_twins(model)
-    search = _Search(filter_fn)
+    holders = Counter(
+        child for holder in model.modules() for child in holder._modules.values() if child is not None
+    )
+    search = _Search(filter_fn, holders)
     inside = _inside_adapters(model)
     for name, module in reversed(list(model.named_modules())):
         if module not in inside or is_lora(module):
@@ -78,15 +82,17 @@ def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
 
 
 class _Search:
-    def __init__(self, filter_fn: BlockFilter | None) -> None:
-        self._filter = filter_fn
+    def __init__(self, filter_fn: BlockFilter | None, holders: Counter) -> None:
+        """holders: by how many places each module is held."""
+        self._filter, self._holders = filter_fn, holders
         self._findings = Findings()
         self._taken: set[nn.Module] = set()  # projections of blocks that were found
         self._refused: list[tuple[Skipped, list[nn.Module]]] = []
 
     def visit(self, name: str, module: nn.Module) -> None:
         if isinstance(module, SparseMLP) or is_swapped(module) or is_swapped(base_of(module)):
-            self._findings.already.append(name)
+            if isinstance(module, SparseMLP) or twin_of(module) is not None:
+                self._findings.already.append(name)
             self._taken.update(child for child in module.modules() if is_projection(child))
             return
         if is_projection(module):
@@ -132,6 +138,8 @@ class _Search:
                 self._refuse(name, module, str(reason), [place.module for place in places])
 
     def _try_split(self, name: str, module: nn.Module) -> None:
+        if "forward" in module.__dict__ or self._holders[module] > 1:
+            return  # other code runs it than its class has, or several owners do
         chains, mentions = chains_of(type(module))
         for steps, count in Counter(segment for chain in chains for segment in _segments(chain)).items():
             # Nothing else in the class may call what these steps call; dropouts stay what they are.
@@ -145,8 +153,14 @@ class _Search:
             except NotABlockError as reason:
                 self._refuse(name, module, str(reason), [])
                 continue
-            if found is not None and not self._taken.intersection(found.proven.roles.modules):
-                self._take(found)
+            if found is None or self._taken.intersection(found.proven.roles.modules):
+                continue
+            split = found.split
+            if any(self._holders[place.module] > 1 for place in (split.first, split.last)):
+                self._refuse(name, module, "a projection is shared with another module", [])
+                continue
+            shared = split.activation is not None and self._holders[split.activation.module] > 1
+            self._take(replace(found, shares_activation=shared))
 
     def _is_step_taken(self, owner: nn.Module, steps: tuple[Step, ...]) -> bool:
         """Whether the first or the last of these steps runs a projection of a block that was found."""
@@ -215,6 +229,20 @@ def _check_nothing_else(module: nn.Module, places: list[Place]) -> None:
     own = {id(p) for place in places for p in place.module.parameters()}
     if any(id(tensor) not in own for tensor in module.parameters()):
         raise NotABlockError("it has parameters besides those of its projections")
+    if any(True for _ in module.buffers()):
+        raise NotABlockError("it has buffers, which its output may depend on")
+
+
+def places_besides(owner: nn.Module, projections: list[nn.Module]) -> list[Place]:
+    """The modules inside `owner` that are neither projections nor parts of them."""
+    parts = {part for projection in projections for part in projection.modules()}
+    return [
+        Place(holder, name)
+        for holder in owner.modules()
+        if holder not in parts
+        for name, child in holder._modules.items()
+        if child is not None and child not in parts
+    ]
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -296,11 +324,12 @@ def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found 
 
 
 def _recognised(activation: Place, up: Place) -> Recognised:
-    with torch.no_grad():
-        recognised = recognise(activation.module, up.module.weight.dtype, up.module.weight.device)
-    if isinstance(recognised, str):
-        raise NotABlockError(recognised)
-    return recognised
+    module = activation.module
+    if any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        raise NotABlockError("its activation has modules or buffers of its own")
+    if "forward" in module.__dict__ or has_hooks(module):
+        raise NotABlockError("its activation is hooked or patched")
+    return recognise_steady(module, up.module.weight.dtype, up.module.weight.device)
 
 
 def _read_projection(place: Place) -> Place | None:

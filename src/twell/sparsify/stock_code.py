@@ -12,6 +12,7 @@ import inspect
 import textwrap
 from collections import Counter
 from functools import cache
+from types import CodeType, FunctionType
 from typing import NamedTuple
 
 from torch import nn
@@ -40,17 +41,57 @@ class Chain(NamedTuple):
     returned: bool = False
 
 
-@cache
 def chains_of(kind: type[nn.Module]) -> tuple[tuple[Chain, ...], Counter]:
-    """The chains in the methods of a class, and how often they mention each attribute of self."""
+    """The chains in the methods of a class, and how often its code mentions each attribute of self: methods
+    that are overridden count, since `super()` may call them, and so do properties."""
+    return _chains_of(kind, _code_of(kind))
+
+
+@cache
+def _chains_of(kind: type[nn.Module], code: tuple[CodeType, ...]) -> tuple[tuple[Chain, ...], Counter]:
+    """code: of its functions; a patched class is another one."""
     chains, mentions = [], Counter()
-    for method in _methods(kind):
+    effective = {id(function) for function in _functions(kind, overridden=False)}
+    for function in _functions(kind, overridden=True):
+        method = _parsed(function)
+        if method is None:
+            return (), Counter()  # what cannot be read may use anything
+        nodes = list(ast.walk(method))
         mentions.update(
-            node.attr for node in ast.walk(method) if isinstance(node, ast.Attribute) and _is_self(node.value)
+            node.attr for node in nodes if isinstance(node, ast.Attribute) and _is_self(node.value)
         )
-        for body in _bodies(method):
-            chains += _chains_in(body, method)
+        mentions.update(_named_otherwise(nodes))
+        if id(function) in effective:
+            for body in _bodies(method):
+                chains += _chains_in(body, method)
     return tuple(chains), mentions
+
+
+def _named_otherwise(nodes: list[ast.AST]) -> list[str]:
+    """Attributes of self that are read by name: getattr(self, "fc1")."""
+    return [
+        node.args[1].value
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("getattr", "hasattr")
+        and len(node.args) > 1
+        and _is_self(node.args[0])
+        and isinstance(node.args[1], ast.Constant)
+    ]
+
+
+def what_code_looks_at(kind: type[nn.Module]) -> set[str]:
+    """ "shape" and "dtype", if conditions in the code of a class look at them."""
+    found: set[str] = set()
+    for function in _functions(kind, overridden=False):
+        method = _parsed(function)
+        tests = [] if method is None else [n.test for n in ast.walk(method) if hasattr(n, "test")]
+        for test in tests:
+            names = {n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute)}
+            found |= {"dtype"} if "dtype" in names else set()
+            found |= {"shape"} if names & {"shape", "size", "dim", "ndim", "numel"} else set()
+    return found
 
 
 @cache
@@ -85,22 +126,36 @@ def _only_return(method: ast.FunctionDef) -> ast.Return | None:
 
 def _methods(kind: type[nn.Module]) -> list[ast.FunctionDef]:
     """Of the class and those that it inherits from, without what is overridden and without constructors."""
+    parsed = (_parsed(function) for function in _functions(kind, overridden=False))
+    return [method for method in parsed if method is not None]
+
+
+def _functions(kind: type[nn.Module], overridden: bool) -> list[FunctionType]:
+    """Of the class and its bases, properties included, constructors not. overridden: those as well."""
     seen, found = {"__init__"}, []
     for base in kind.__mro__:
         if base is nn.Module:
             break
         for name, value in vars(base).items():
+            value = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             function = inspect.unwrap(value) if inspect.isfunction(value) else None
-            if function is None or name in seen:
+            if function is None or name == "__init__" or (name in seen and not overridden):
                 continue
             seen.add(name)
-            try:
-                tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-            except (OSError, TypeError, SyntaxError, IndentationError):
-                continue
-            if tree.body and isinstance(tree.body[0], ast.FunctionDef):
-                found.append(tree.body[0])
+            found.append(function)
     return found
+
+
+def _code_of(kind: type[nn.Module]) -> tuple[CodeType, ...]:
+    return tuple(function.__code__ for function in _functions(kind, overridden=True))
+
+
+def _parsed(function: FunctionType) -> ast.FunctionDef | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        return None
+    return tree.body[0] if tree.body and isinstance(tree.body[0], ast.FunctionDef) else None
 
 
 def _bodies(method: ast.FunctionDef) -> list[list[ast.stmt]]:
@@ -181,9 +236,18 @@ def _step(call: ast.Call) -> Step:
     if isinstance(function, ast.Attribute):
         if _is_self(function.value):
             return Step("module", function.attr, alone)
-        if function.attr == "dropout":
+        if function.attr == "dropout" and _follows_training(call):
             return Step("dropout", _probability(call))
     return Step("other", None, alone)
+
+
+def _follows_training(call: ast.Call) -> bool:
+    """Whether a functional dropout is told `training=self.training`, and works on a copy."""
+    named = {keyword.arg: keyword.value for keyword in call.keywords}
+    if not set(named) <= {"p", "training"}:
+        return False
+    values = [named["training"]] if "training" in named else call.args[2:3]
+    return bool(values) and isinstance(values[0], ast.Attribute) and ast.unparse(values[0]) == "self.training"
 
 
 def _probability(call: ast.Call) -> str | None:
@@ -207,6 +271,9 @@ def _is_read_later(method: ast.FunctionDef, statement: ast.stmt, name: str) -> b
     for node in ast.walk(method):
         if isinstance(node, ast.For | ast.While) and any(inner is statement for inner in ast.walk(node)):
             return True
+        is_closure = isinstance(node, ast.Lambda | ast.FunctionDef) and node is not method
+        if is_closure and _count(node, name):
+            return True  # whenever it runs
         is_read = isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
         if is_read and node.lineno > statement.end_lineno:
             return True
