@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -24,6 +27,7 @@ from transformers import (
 )
 from transformers.activations import ACT2FN
 
+from twell import densify_
 from twell.hf import relufy, set_neuron_major, sparse_mlps, to_stock
 
 from .tiny import SPARSE, STOCK, is_neuron_major, sparse_model, stock_model, tokens
@@ -189,10 +193,25 @@ def test_relufy_of_other_families_refuses():
 
 
 def test_blocks_that_run_stock_cannot_be_recorded():
-    sparse = relufy(OTHERS["mistral"]())
-    sparse.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    sparse = relufy(OTHERS["mistral"](), l1_coeff=0.1).train()
+    handle = sparse.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="1 of 2 blocks that ran their stock forward"):
         sparse(tokens(), labels=tokens())
+    assert sparse.eval()(tokens(), labels=tokens()).l1 is None
+    handle.remove()
+    assert sparse.train()(tokens(), labels=tokens()).l1.shape == (2,)
+    densify_(sparse)
+    sparse.l1_weight = 0.0
+    assert sparse(tokens(), labels=tokens()).l1 is None
+
+
+def test_relufied_models_are_copied_and_pickled():
+    sparse = relufy(OTHERS["opt"](), l1_coeff=0.1).eval()
+    wanted = sparse(tokens(), labels=tokens())
+    for other in (copy.deepcopy(sparse), pickle.loads(pickle.dumps(sparse))):
+        found = other(tokens(), labels=tokens())
+        assert other.l1_weight == 0.1
+        torch.testing.assert_close(found.l1, wanted.l1)
 
 
 def test_relufy_finds_the_config_in_a_subfolder(tmp_path):

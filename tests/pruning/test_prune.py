@@ -356,3 +356,22 @@ class TestRefused:
         model = nn.Sequential(Gated(), Halves("breadth"))
         assert len(twell.sparsify_(model).blocks) == 2
         self.check(model, "block '1': with 8 neurons its forward is not that of a feed-forward block")
+
+
+def test_a_config_that_another_model_shares_stays():
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=64,
+        hidden_size=32,
+        ffn_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        word_embed_proj_dim=32,
+    )
+    model, teacher = OPTForCausalLM(config), OPTForCausalLM(config)
+    twell.sparsify_(model)
+    twell.prune_(model, [(torch.arange(64) < 20).long()] * 2)
+    assert model.config.ffn_dim == 24
+    assert model.model.decoder.config is model.config
+    assert teacher.config.ffn_dim == config.ffn_dim == 64

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -104,10 +104,20 @@ class RecordsSparsity:
         )
         if not record:
             return output
+        output.ce_loss = stock.loss
         stats = _take_stats(mlps)
+        missing = sum(layer is None for layer in stats)
+        if missing or not stats:
+            if labels is not None and self.training and self.l1_weight > 0:
+                reject(
+                    "model",
+                    f"{missing} of {len(stats)} blocks that ran their stock forward",
+                    "blocks that record their sparsity: sparsified, without dropout, hooks or wrapped "
+                    "projections (twell.explain says why); or l1_weight = 0",
+                )
+            return output
         self._check_l1_gradient(mlps, stats)
         device = stock.logits.device  # layers may be spread over devices
-        output.ce_loss = stock.loss
         output.l1 = torch.stack([layer.l1.to(device) for layer in stats])
         output.l1_loss = output.l1.mean()
         output.l0 = torch.stack([layer.l0.to(device) for layer in stats])
@@ -163,18 +173,12 @@ def _is_readable(mask: Any) -> bool:
     )
 
 
-def _take_stats(mlps: list[SparseMLP]) -> list[FfnStats]:
-    """The statistics of a forward. The blocks release them and the graph behind them."""
+def _take_stats(mlps: list[SparseMLP]) -> list[FfnStats | None]:
+    """The statistics of a forward, None of a block that ran its stock code. The blocks release them and the
+    graph behind them."""
     stats = [mlp.last_stats for mlp in mlps]
     for mlp in mlps:
         mlp.last_stats = None
-    if any(layer is None for layer in stats):
-        reject(
-            "model",
-            f"{sum(layer is None for layer in stats)} of {len(stats)} blocks that ran their stock forward",
-            "blocks that record their sparsity: without dropout, hooks or wrapped projections "
-            "(twell.explain says why)",
-        )
     return stats
 
 
@@ -189,12 +193,23 @@ def record_sparsity_of(model: PreTrainedModel, l1_weight: float) -> None:
 
     Its class becomes a subclass with the same name, so that it saves and loads as stock.
     """
-    stock = type(model)
-    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    model.__class__ = type(
-        stock.__name__, (RecordsSparsity, stock), {**names, "forward": _recorded_forward(stock)}
-    )
+    model.__class__ = _recording_class(type(model))
     model.start_recording(l1_weight)
+
+
+@cache
+def _recording_class(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    def reduce(self: PreTrainedModel, protocol: int) -> tuple:
+        return _rebuild, (stock,), self.__getstate__()
+
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+    more = {"forward": _recorded_forward(stock), "__reduce_ex__": reduce}
+    return type(stock.__name__, (RecordsSparsity, stock), {**names, **more})
+
+
+def _rebuild(stock: type[PreTrainedModel]) -> PreTrainedModel:
+    recording = _recording_class(stock)
+    return recording.__new__(recording)
 
 
 def _recorded_forward(stock: type[PreTrainedModel]) -> Callable[..., Any]:

@@ -97,9 +97,17 @@ class StoredModel:
                 )
 
     def apply(self, sizes: Mapping[str, int], changes: Changes) -> None:
+        self._own_configs(changes)
         for place, value in self.new_values(sizes).items():
             for config in self._configs(place):
                 changes.assign(config, place.name, value)
+
+    def _own_configs(self, changes: Changes) -> None:
+        """Configs of its own: other models may have been built from the same ones."""
+        copies: dict[int, Any] = {}  # one for all: what modules share stays shared
+        for module in self.model.modules():
+            if "config" in module.__dict__:
+                changes.assign(module, "config", copy.deepcopy(module.config, copies))
 
     def _configs(self, place: Field) -> list[Any]:
         """The config that is saved, and copies of it that modules keep, as T5's do."""
