@@ -69,6 +69,9 @@ def test_twice_is_once():
     report = sparsify_(model)
     assert not report.blocks
     assert len(report.already) == 4
+    assert {block.plan for _, block in named_blocks(model)} == {None}
+    sparsify_(model, plan=ROW)
+    assert {block.plan for _, block in named_blocks(model)} == {ROW}
     assert not sparsify_(nn.Sequential(SparseMLP(D, H))).blocks
     assert densify_(model) == 4
 
@@ -508,18 +511,25 @@ class TestNothingIsTakenForGranted:
             def forward(self, y):
                 return self.two(self.f(self.one(y) * self.scale))
 
-        for block in (Keeps(nn.ReLU()), Looks(nn.ReLU()), Scales()):
+        class Decides(Plain):
+            def forward(self, y):
+                hidden = self.one(y)
+                return self.two(self.f(hidden) if y.abs().max() < 50 else hidden)
+
+        for block in (Keeps(nn.ReLU()), Looks(nn.ReLU()), Scales(), Decides(nn.ReLU())):
             attributes = set(block.__dict__)
             assert not sparsify_(block).blocks
             assert set(block.__dict__) == attributes
 
-    def test_settings_that_change_later(self):
+    @pytest.mark.parametrize("own", [False, True])
+    def test_settings_that_change_later(self, own):
         class Scaled(Plain):
             scale = 1.0
 
             def __init__(self):
                 super().__init__(nn.ReLU())
-                self.scale = 1.0
+                if own:
+                    self.scale = 1.0
 
             def forward(self, y):
                 return self.two(self.f(self.one(y) * self.scale))

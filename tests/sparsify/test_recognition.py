@@ -171,6 +171,8 @@ def test_first_and_last_in_modules_of_their_own():
         (Gated(lambda a, b: functional.silu(a) * b), "no exact zeros"),
         (Gated(lambda a, b: torch.relu(a) * torch.relu(b)), "applied to more than the gate"),
         (Gated(lambda a, b: torch.relu(a) + b), ""),
+        (Gated(lambda a, b: torch.relu(a) * b.clamp(-7, 7)), ""),
+        (Gated(lambda a, b: torch.relu(a) * b.clamp(-100, 100)), ""),
         (Gated(lambda a, b: torch.relu(a) * b * 2), "none of relu"),
         (Gated(lambda a, b: functional.normalize(torch.relu(a) * b)), ""),
         (Plain(nn.GELU()), "no exact zeros"),

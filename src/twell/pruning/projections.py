@@ -83,6 +83,8 @@ class Cut:
         changes.assign(self._block, "last_stats", None)
         if isinstance(self._block, BlockTwin) and "_twell_block" in self._owner.__dict__:
             self._prove()
+            *_, surroundings = self._owner.__dict__["_twell_block"]
+            changes.assign(surroundings, "settings", surroundings.settings_now())
 
     @staticmethod
     def _resize_projection(role: Role, changes: Changes) -> None:

@@ -160,12 +160,16 @@ class Surroundings:
     settings: of these modules and the owner, attributes that are numbers, texts or None.
     """
 
-    def __init__(self, owner: nn.Module, places: list[Place]) -> None:
+    def __init__(self, owner: nn.Module | None, places: list[Place]) -> None:
+        """owner: None where its settings do not matter: its code was read."""
         self._modules = [(place.holder, place.name, place.module) for place in places]
-        watched = [owner, *(place.module for place in places)]
-        self._settings = [
-            (module, names, [module.__dict__[name] for name in names])
-            for module in watched
+        self._watched = [*([] if owner is None else [owner]), *(place.module for place in places)]
+        self.settings = self.settings_now()
+
+    def settings_now(self) -> list[tuple[nn.Module, list[str], list[Any]]]:
+        return [
+            (module, names, [getattr(module, name) for name in names])
+            for module in self._watched
             if not isinstance(module, nn.Dropout) and (names := _settings_of(module))
         ]
 
@@ -173,18 +177,23 @@ class Surroundings:
         for holder, name, module in self._modules:
             if holder._modules.get(name) is not module or has_hooks(module):
                 return True
-        for module, names, values in self._settings:
-            state = module.__dict__
-            if [state.get(name) for name in names] != values:
-                return True
-        return False
+        return any(
+            [getattr(module, name, None) for name in names] != values
+            for module, names, values in self.settings
+        )
 
 
 def _settings_of(module: nn.Module) -> list[str]:
+    """Names of plain attributes, of the module and of its class."""
+    found = dict(module.__dict__)
+    for base in type(module).__mro__:
+        if base is nn.Module:
+            break
+        found = {**vars(base), **found}
     return [
         name
-        for name, value in module.__dict__.items()
-        if name != "training"
+        for name, value in found.items()
+        if name not in ("training", "gradient_checkpointing")
         and not name.startswith("_")
         and "drop" not in name
         and isinstance(value, int | float | str | None)

@@ -96,7 +96,7 @@ def sparsify_(
     our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA,
     put on before or after, runs on our kernels too.
 
-    plan:       how to run the blocks; None decides by itself.
+    plan:       how to run the blocks, also those that were sparsified before; None decides by itself.
     filter_fn:  called with a block's name and module; False leaves the block as it is.
     Returns what was found and what was skipped, and why. An error leaves the model as it was.
     """
@@ -109,6 +109,11 @@ def sparsify_(
     if any(parameter.is_meta for parameter in model.parameters()):
         reject("model", "parameters on the meta device", "a model whose weights are loaded")
     findings = find_blocks(model, filter_fn)
+    if plan is not None:
+        for name in findings.already:
+            twin = twin_of(model.get_submodule(name))
+            if twin is not None:
+                twin.plan = plan
     installed: list[Found] = []
     try:
         for found in findings.blocks:
@@ -151,7 +156,7 @@ def _install(found: Found, plan: Plan | None) -> None:
         activation.holder._modules[activation.name] = copy.copy(activation.module)
     watched = [place for place in (activation, *split.through) if place is not None]
     dropouts = Dropouts(owner, list(split.dropouts), list(split.numbers), always)
-    surroundings = Surroundings(owner, watched)
+    surroundings = Surroundings(None, watched)
     install_carrier(
         Carrier(twin, owner, dropouts, surroundings, split.first, split.last, activation, split.through)
     )

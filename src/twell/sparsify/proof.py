@@ -8,6 +8,7 @@ and no product is computed.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..projections import base_of, is_linear
+from ..projections import base_of, is_linear, stock_class
 from .activation_probe import Recognised, recognise
 from .roles import Place, Role, Roles
 from .stock_code import what_code_looks_at
 
 _LEADING = ((2, 3), (6,))  # leading sizes of the x that are tried
 _MORE_TOKENS = (1, 130)  # the code must do the same with few and with many
+_SCALES = (1.0, 100.0, 0.01)  # and with large values and small ones
 
 
 class NotABlockError(Exception):
@@ -49,9 +51,9 @@ def sizes(module: nn.Module) -> tuple[int, int]:
 
 def prove_block(owner: nn.Module, places: list[Place]) -> Proven:
     """The roles of `places`, the projections inside `owner`, if owner(x) is a feed-forward block of them."""
-    looks = what_code_looks_at(type(owner))
-    if "shape" in looks:
-        raise NotABlockError("its code looks at the shape of its input")
+    looks = what_code_looks_at(stock_class(owner))
+    if "shape" in looks or "values" in looks:
+        raise NotABlockError("its code decides by the shape or the values of its input")
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=_cuda_devices(owner)),
@@ -63,7 +65,9 @@ def prove_block(owner: nn.Module, places: list[Place]) -> Proven:
         down = _find_down(trial)
         roles, recognised = _find_gate(trial, [place for place in places if place is not down], down)
         for leading in (trial.leading, *((*trial.leading[:-1], tokens) for tokens in _MORE_TOKENS)):
-            _check_product(_Trial(owner, places, leading, trial.x.shape[-1]), roles, recognised)
+            for scale in _SCALES:
+                other = _Trial(owner, places, leading, trial.x.shape[-1], scale)
+                _check_product(other, roles, recognised)
         steady = _is_steady(trial)
     return Proven(roles, recognised, random_in_training=not steady, one_dtype="dtype" in looks)
 
@@ -72,16 +76,21 @@ class _Trial:
     """Runs `owner` on a random x [*leading, features] with stand-ins for its projections."""
 
     def __init__(
-        self, owner: nn.Module, places: list[Place], leading: tuple[int, ...], features: int
+        self,
+        owner: nn.Module,
+        places: list[Place],
+        leading: tuple[int, ...],
+        features: int,
+        scale: float = 1.0,
     ) -> None:
-        self.owner, self.places, self.leading = owner, places, leading
+        self.owner, self.places, self.leading, self._scale = owner, places, leading, scale
         weight = places[0].module.weight
         self.dtype, self.device = weight.dtype, weight.device
         self._generator = torch.Generator().manual_seed(1)
         self.x = self.random(features)
 
     def random(self, features: int) -> Tensor:
-        values = torch.randn(*self.leading, features, generator=self._generator)
+        values = torch.randn(*self.leading, features, generator=self._generator) * self._scale
         return values.to(dtype=self.dtype, device=self.device)
 
     def random_results(self) -> dict[Place, Tensor]:
@@ -101,7 +110,7 @@ class _Trial:
             return forward
 
         with standing_in({place.module: stand_in(place) for place in self.places}):
-            return type(self.owner).forward(self.owner, self.x), given
+            return stock_class(self.owner).forward(self.owner, self.x), given
 
 
 @contextmanager
@@ -259,7 +268,9 @@ def _activation_of(trial: _Trial, down: Place, gate: Role, up: Role | None) -> R
 
 def _multiplies(trial: _Trial, down: Place, gate: Role, up: Role) -> bool:
     """Whether what reaches the last projection is proportional to up, negative values included."""
-    values = trial.random(64).reshape(-1)
+    reach = math.log10(torch.finfo(trial.dtype).max) - 2  # times 16, a squared 4, it still fits
+    large = torch.logspace(-2, reach, 512, dtype=torch.float64).to(trial.x)
+    values = torch.cat([trial.random(64).reshape(-1), large, -large])
     scale = _ask(trial, down, torch.ones_like(values), up, gate, 4.0)
     return torch.equal(_ask(trial, down, values, up, gate, 4.0), values * scale)
 

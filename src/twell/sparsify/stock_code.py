@@ -82,16 +82,36 @@ def _named_otherwise(nodes: list[ast.AST]) -> list[str]:
 
 
 def what_code_looks_at(kind: type[nn.Module]) -> set[str]:
-    """ "shape" and "dtype", if conditions in the code of a class look at them."""
+    """What conditions in the code of a class look at, besides itself: "shape", "dtype", "values"."""
     found: set[str] = set()
     for function in _functions(kind, overridden=False):
         method = _parsed(function)
-        tests = [] if method is None else [n.test for n in ast.walk(method) if hasattr(n, "test")]
-        for test in tests:
-            names = {n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute)}
-            found |= {"dtype"} if "dtype" in names else set()
-            found |= {"shape"} if names & {"shape", "size", "dim", "ndim", "numel"} else set()
+        for test in [] if method is None else [n.test for n in ast.walk(method) if hasattr(n, "test")]:
+            found |= _looked_at(test)
     return found
+
+
+def _looked_at(test: ast.expr) -> set[str]:
+    names = {n.attr for n in ast.walk(test) if isinstance(n, ast.Attribute)}
+    found = {"dtype"} if "dtype" in names else set()
+    if names & {"shape", "size", "dim", "ndim", "numel"}:
+        found.add("shape")
+    compared = [n for n in ast.walk(test) if isinstance(n, ast.Compare)]
+    computed = [
+        call
+        for compare in compared
+        for side in (compare.left, *compare.comparators)
+        for call in ast.walk(side)
+        if isinstance(call, ast.Call)
+    ]
+    if any(not _is_about_self(call) for call in computed):
+        found.add("values")
+    return found
+
+
+def _is_about_self(call: ast.Call) -> bool:
+    """Whether a call reads nothing but the module and its class."""
+    return all(n.id in ("self", "getattr", "len", "type") for n in ast.walk(call) if isinstance(n, ast.Name))
 
 
 @cache
