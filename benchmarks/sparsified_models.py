@@ -32,7 +32,8 @@ from torch import Tensor, nn
 import twell
 from _ffn import console, save
 from twell.measure import Record, compare, make_record
-from twell.sparsify.blocks import BlockTwin, named_blocks
+from twell.sparsify.blocks import named_blocks
+from twell.sparsify.twin import BlockTwin
 from twell.synthetic import firing_rates
 
 RESULTS = Path(__file__).parent / "results" / "sparsified_models.jsonl"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -19,6 +18,7 @@ from .functional import run_ffn
 from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
 from .problem import PLAIN
+from .pruning.firing import eval_mode
 from .sparsify.blocks import named_blocks
 
 _COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "at most", "measured", "why")
@@ -139,7 +139,7 @@ def _run(model: nn.Module, batch: Any, blocks: list[tuple[SparseMLP, _Observed]]
 
     hooks = [block.register_forward_pre_hook(observer(seen)) for block, seen in blocks]
     try:
-        with torch.no_grad(), _eval_mode(model):
+        with torch.no_grad(), eval_mode(model):
             if isinstance(batch, Mapping):
                 model(**batch)
             elif isinstance(batch, Tensor):
@@ -151,17 +151,6 @@ def _run(model: nn.Module, batch: Any, blocks: list[tuple[SparseMLP, _Observed]]
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> dict[str, float]:

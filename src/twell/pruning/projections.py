@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .._errors import reject
 from ..nn import SparseMLP
 from ..projections import is_bare_projection
-from ..sparsify.blocks import BlockTwin
 from ..sparsify.proof import NotABlockError, prove_block
 from ..sparsify.roles import Place, Role, Roles, why_unsuitable
+from ..sparsify.twin import BlockTwin
 
 # Attributes in which stock modules keep their number of neurons. Their code may split by it.
 _SIZE_NAMES = (

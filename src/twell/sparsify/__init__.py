@@ -6,7 +6,8 @@ stock_code        finds projections that a layer's code calls one after the othe
 linear_twins      admits subclasses of nn.Linear that compute the same
 recognition       searches a model with these
 adapters          blocks that users describe
-roles, blocks     the weights of a block, and what runs in its place
+roles, twin       the weights of a block, and our block on them
+blocks            what runs in its place
 """
 
 from __future__ import annotations

@@ -11,7 +11,6 @@ from .._errors import reject
 from .._log import log_once
 from ..plan import Plan
 from .blocks import (
-    BlockTwin,
     Carrier,
     Dropouts,
     Surroundings,
@@ -22,6 +21,7 @@ from .blocks import (
 )
 from .proof import is_probability
 from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks, places_besides
+from .twin import BlockTwin
 
 
 @dataclass(frozen=True)
