@@ -7,7 +7,7 @@ kind (dtype, layout, size, threads) has to choose.
 GPU: a neuron counts as active if any token of a block activates it. Built-in limits were measured on an H200
 (bf16, GPU time; decode at four shapes, 768 to 8,191 tokens at D 2048, H 5632 only). `twell tune` measures the
 GPU at hand and stores its limits in the cache folder, by GPU, version and shape. GPUs that are neither Hopper
-nor tuned run dense.
+nor tuned run dense. `policy/gpu` says which GPUs may use the built-in limits, and has the limits of training.
 """
 
 from __future__ import annotations

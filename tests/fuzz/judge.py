@@ -103,6 +103,9 @@ class _Verdict:
         spread = _SPREADS * rows.square().sum().sqrt()
         if self.case.compute_dtype != "float64":  # whose oracle rounds as well
             alike = _how_many_count(scale) / self.block.copies  # expanded tokens count once
+            if name == "x" and self.case.loss == "l1" and not self.case.gated:
+                # L1 alone gives every active pair the same gradient: where all are active, so are x's rows.
+                alike = alike / max(self.case.tokens / self.block.copies, 1)
             independent = torch.minimum(self.block.independent_errors.double(), alike)
             spread = spread / independent.clamp_min(1).sqrt()
         bound = _TIMES_STOCK * theirs.norm() + spread + margins.slack.norm() + self._floor(scale.norm())

@@ -1,4 +1,4 @@
-"""Parses arguments. Each command has its own module, imported when the command runs."""
+"""Declares every command and its options. Each has its own module, imported when the command runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`twell generate`: streams text from a model."""
+"""`twell generate`: streams text from a model; `app` declares its options."""
 
 from __future__ import annotations
 

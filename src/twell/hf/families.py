@@ -1,7 +1,7 @@
 """The model families with classes of our own: stock and sparse.
 
-A new one needs its classes in `config` and `models`, a row here, and its name in `ARCHITECTURES` of
-`train.config`, which imports no transformers.
+A new one needs its classes in `config` and `models`, a row here, its names in `hf/__init__`, and its name in
+`ARCHITECTURES` of `train.config`, which imports no transformers.
 """
 
 from __future__ import annotations

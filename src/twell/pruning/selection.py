@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_STEP = 8  # neurons: 16 bytes of a 16-bit weight, which vector loads and matrix units read at once
+from ..kernels.gpu.sizes import WEIGHT_STEP
+
 _TILE = 128  # neurons of the kernels' tiles
 _TILED_FROM = 1024  # neurons from which a part of a tile more costs less than an odd size
 
 
 def rounded_size(kept: int, neurons: int) -> int:
     """A size for at least `kept` of `neurons` that suits the kernels."""
-    step = _TILE if kept >= _TILED_FROM else _STEP
-    return min(max(-(-kept // step) * step, _STEP), neurons)
+    step = _TILE if kept >= _TILED_FROM else WEIGHT_STEP
+    return min(max(-(-kept // step) * step, WEIGHT_STEP), neurons)
 
 
 def firing_neurons(firing: Tensor, min_fires: int) -> int:

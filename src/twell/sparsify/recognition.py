@@ -74,7 +74,7 @@ def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
         child for holder in model.modules() for child in holder._modules.values() if child is not None
     )
     search = _Search(filter_fn, holders)
-    inside = _inside_adapters(model)
+    inside = _inside_lora(model)
     for name, module in reversed(list(model.named_modules())):
         if module not in inside or is_lora(module):
             search.visit(name, module)
@@ -187,7 +187,7 @@ class _Search:
 def _projections_of(module: nn.Module) -> list[Place]:
     """The projections inside a module, each once; none if there are too many for a block and its layer."""
     places: dict[nn.Module, Place] = {}
-    inside = _inside_adapters(module)
+    inside = _inside_lora(module)
     for holder in module.modules():
         for name, child in holder._modules.items() if holder not in inside else ():
             if child is not None and is_projection(child):
@@ -195,7 +195,7 @@ def _projections_of(module: nn.Module) -> list[Place]:
     return list(places.values())
 
 
-def _inside_adapters(module: nn.Module) -> set[nn.Module]:
+def _inside_lora(module: nn.Module) -> set[nn.Module]:
     """LoRA layers and what is in them."""
     return {part for layer in module.modules() if is_lora(layer) for part in layer.modules()}
 

@@ -308,7 +308,7 @@ class BackwardLaunches:
 
     def inputs(self, turn: int) -> None:
         """Hopper's kernel keeps no rest, so it leaves overflow blocks to the portable one."""
-        by_hopper = self.hopper and self.active.rows == 128 and self.gated
+        by_hopper = self.hopper and self.active.rows == 128
         if by_hopper and (turn == 0 or self.rest is None):
             from .hopper.launch_backward import launch_inputs
 

@@ -166,7 +166,7 @@ class BlockLaunches:
     def down(self, y: Tensor) -> None:
         """y [m, E] of the slab from hidden."""
         operands, tiles, workspace = self.operands, self.tiles, self.workspace
-        if self.hopper and self.gated and tiles.rows == 128 and operands.outputs % 64 == 0:
+        if self.hopper and tiles.rows == 128 and operands.outputs % 64 == 0:
             from .hopper.launch_block import launch_down
 
             return launch_down(self, y)

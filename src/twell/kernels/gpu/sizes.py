@@ -1,4 +1,4 @@
-"""Sizes that are known without a GPU, or Triton."""
+"""Which sizes the kernels take, and sizes of blocks, lists and pools; needs no GPU and no Triton."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ ROUNDS = 3  # a backward of many tokens has room for a third of the neurons, and
 # Up to this many bytes the backward has room for all neurons, and takes one round: 8,192 tokens of 5,632
 # neurons; 65,536 tokens where so many neurons are expected to be active that it would take three.
 ONE_ROUND_BYTES, OVERFLOW_BYTES = 288 << 20, 3 << 30
+WEIGHT_STEP = 8  # features or neurons: 16 bytes of 16-bit weights, which vector loads read at once
 _INDEX_LIMIT = 2**31  # kernels index weights, and a block's rows of neurons or features, with 32 bits
 _PLACES = 1 << 23  # rows of the pool that `places` can tell apart
 
 
 def unaligned(features: int, neurons: int) -> str | None:
     """Why the kernels cannot read weights of these sizes, if they cannot."""
-    if features % 8 or neurons % 8:
-        return f"D and H must be multiples of 8, not {features} and {neurons}"
+    if features % WEIGHT_STEP or neurons % WEIGHT_STEP:
+        return f"D and H must be multiples of {WEIGHT_STEP}, not {features} and {neurons}"
     return None
 
 

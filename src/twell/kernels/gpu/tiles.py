@@ -1,6 +1,8 @@
-"""Tile sizes of the block path and of the backward, measured on an H200 and cut to what a device holds.
+"""Tile sizes of the portable kernels (block path, backward), measured on an H200, cut to what a GPU holds.
 
-Hopper's launchers take some of them too: tokens per block, and the backward's chunk, neurons and entries.
+Hopper's own sizes are constants at the top of `hopper/NAME`; decode's are in `decode` and
+`hopper/launch_decode`. From here Hopper's launchers take tokens per block, and the backward's chunk, neurons
+and entries.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class BlockTiles:
 #   down    128 x 128 x 64, 4 warps 0.48 (two programs share a processor); 128 x 256, 8 warps 0.63
 _LARGE = BlockTiles(
     rows=DEFAULT_ROWS,
-    select_neurons=256,
+    select_neurons=256,  # fewer, where there are few blocks, keeps the block path off Hopper's kernels as well
     select_depth=64,
     select_warps=8,
     select_stages=4,

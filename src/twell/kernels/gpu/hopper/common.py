@@ -71,7 +71,7 @@ def make_ring(tiles, weights, CONSUMERS: gl.constexpr, GATHERED: gl.constexpr):
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
-        # The arrival of what comes by TMA, and that of every copying thread.
+        # The producer's own arrival, which tells what comes by TMA, and that of every copying thread.
         mbarrier.init(ready.index(stage), count=1 + 128 if GATHERED else 1)
         mbarrier.init(free.index(stage), count=CONSUMERS)
     return tiles, weights, ready, free
@@ -87,6 +87,20 @@ def fill(ring, desc, corner, source, inside, step):
     mbarrier.expect(ready.index(stage), desc.block_type.nbytes)
     tma_load(desc, corner, ready.index(stage), tiles.index(stage))
     copy_rows(weights.index(stage), source, mask=inside)
+    async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
+    return step + 1
+
+
+@gluon.jit
+def fill_gathered(ring, tile_source, tile_inside, source, inside, step):
+    """As `fill`, where the rows of the tile are gathered, too."""
+    tiles, weights, ready, free = ring
+    STAGES: gl.constexpr = weights.shape[0]
+    stage = step % STAGES
+    mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
+    copy_rows(tiles.index(stage), tile_source, mask=tile_inside)
+    copy_rows(weights.index(stage), source, mask=inside)
+    mbarrier.arrive(ready.index(stage), count=1)
     async_copy.mbarrier_arrive(ready.index(stage), increment_count=False)
     return step + 1
 

@@ -28,10 +28,11 @@ def launch_inputs(launches: BackwardLaunches, turn: int) -> None:
     tiles = launches.blocks * cdiv(operands.features, SUMS_WIDTH)
     arguments = (
         tiled(launches.pool.viewed(launches.planes * launches.rows, rows), [SUMS_DEPTH, rows]),
+        launches.pool,
         tiled(out, [rows // 2, SUMS_WIDTH]),
         out,
         operands.select,
-        operands.up,
+        operands.up if launches.gated else operands.select,
         out,
         launches.active.lists,
         launches.spans,
@@ -43,8 +44,9 @@ def launch_inputs(launches: BackwardLaunches, turn: int) -> None:
         launches.rows,
     )
     constants = {
-        "PLANES": 2,
+        "PLANES": launches.planes - 1,
         "SPANS": 1,
+        "PACKED": True,
         "HAS_BIAS": False,
         "LATER": int(turn > 0),
         "W_LAYOUT": layout(SUMS_DEPTH, SUMS_WIDTH, operands.x.dtype),

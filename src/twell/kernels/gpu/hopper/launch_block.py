@@ -65,8 +65,11 @@ def launch_up(launches: BlockLaunches, x: Tensor) -> None:
 def launch_down(launches: BlockLaunches, y: Tensor) -> None:
     operands, workspace, tiles = launches.operands, launches.workspace, launches.tiles
     blocks = launches.blocks(y.shape[0])
+    hidden = workspace.hidden
+    lines = hidden if launches.gated else hidden.viewed(blocks * operands.neurons, tiles.rows)
     arguments = (
-        tiled(workspace.hidden, [SUMS_DEPTH, tiles.rows]),
+        tiled(lines, [SUMS_DEPTH, tiles.rows]),
+        hidden,
         tiled(y, [tiles.rows // 2, SUMS_WIDTH], by_tokens=True),
         y,
         operands.down,
@@ -84,6 +87,7 @@ def launch_down(launches: BlockLaunches, y: Tensor) -> None:
     constants = {
         "PLANES": 1,
         "SPANS": 0,
+        "PACKED": launches.gated,
         "HAS_BIAS": operands.down_bias is not None,
         "LATER": 0,
         "W_LAYOUT": layout(SUMS_DEPTH, SUMS_WIDTH, y.dtype),

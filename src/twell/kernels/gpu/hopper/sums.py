@@ -1,7 +1,7 @@
-"""Sums over gathered weight rows for compute capability 9.0, in Gluon: the down projection and the gradient
-of x; persistent.
+"""The down projection and the gradient of x on Hopper, in Gluon: sums over gathered weight rows; persistent.
 
-The producer warpgroup brings values by TMA and gathers weight rows by asynchronous copies; it knows where the
+The producer warpgroup brings values by TMA, or gathers them where they lie as the selector left them, and
+gathers weight rows by asynchronous copies; it knows where the
 next tile's list begins before it needs that, so the ring stays full across tiles. Two consumer warpgroups own
 half of a block's tokens each; results leave through shared memory.
 """
@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .common import add_product, arrived, copy_layout, fill, finish, make_ring, tma_store
+from .common import add_product, arrived, copy_layout, fill, fill_gathered, finish, make_ring, tma_store
 
 # For the down projection and for the gradient of x alike.
 SUMS_DEPTH = 64  # listed neurons of one step
@@ -34,18 +34,34 @@ def _span(queue, tile, tiles, across, SPANS: gl.constexpr):
 
 
 @gluon.jit
-def _load(v_desc, weights, queue, ring, sizes, rows, PLANES: gl.constexpr, SPANS: gl.constexpr):
+def _load(
+    v_desc,
+    values,
+    weights,
+    queue,
+    ring,
+    sizes,
+    rows,
+    PLANES: gl.constexpr,
+    SPANS: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     lists, _spans, _H, _padded = queue
     tiles, across, width = sizes
     DEPTH: gl.constexpr = ring[1].shape[1]
     WIDTH: gl.constexpr = ring[1].shape[2]
+    ROWS: gl.constexpr = ring[0].shape[2]
     COPY: gl.constexpr = copy_layout(WIDTH)
     entry = gl.arange(0, DEPTH, gl.SliceLayout(1, COPY))
     column = gl.arange(0, WIDTH, gl.SliceLayout(0, COPY))
+    VALUES: gl.constexpr = copy_layout(ROWS)
+    line = gl.arange(0, DEPTH, gl.SliceLayout(1, VALUES))
+    token = gl.arange(0, ROWS, gl.SliceLayout(0, VALUES))
     stride = gl.num_programs(0)
     step = 0
     next_offset, next_entries, next_start = _span(queue, gl.program_id(0), tiles, across, SPANS)
     neuron = gl.load(lists + next_offset + entry)
+    owner = line if PACKED else gl.load(lists + next_offset + line)
     for tile in range(gl.program_id(0), tiles, stride):
         offset, entries, start = next_offset, next_entries, next_start
         next_offset, next_entries, next_start = _span(queue, tile + stride, tiles, across, SPANS)
@@ -57,10 +73,17 @@ def _load(v_desc, weights, queue, ring, sizes, rows, PLANES: gl.constexpr, SPANS
                 inside = (k + entry < entries)[:, None] & (first < width)[None, :]
                 ahead = gl.where(k + DEPTH >= entries, following, offset + k + DEPTH)
                 neuron = gl.load(lists + ahead + entry)  # past a list: anything, masked before use
-                row = (SPANS + plane) * rows + start + k
-                step = fill(ring, v_desc, [row, 0], source, inside, step)
+                if PACKED:
+                    row = (SPANS + plane) * rows + start + k
+                    step = fill(ring, v_desc, [row, 0], source, inside, step)
+                else:
+                    at = values + offset.to(gl.int64) * ROWS + (owner * ROWS)[:, None] + token[None, :]
+                    owner = gl.load(lists + ahead + line)
+                    listed = (k + line < entries)[:, None] & (token < ROWS)[None, :]
+                    step = fill_gathered(ring, at, listed, source, inside, step)
         if entries == 0:
             neuron = gl.load(lists + next_offset + entry)
+            owner = line if PACKED else gl.load(lists + next_offset + line)
 
 
 @gluon.jit
@@ -117,6 +140,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["blocks", "M"])
 def gathered_sums_hopper(
     v_desc,
+    values,
     out_desc,
     out,
     weights,
@@ -132,12 +156,13 @@ def gathered_sums_hopper(
     rows,
     PLANES: gl.constexpr,
     SPANS: gl.constexpr,
+    PACKED: gl.constexpr,
     HAS_BIAS: gl.constexpr,
     LATER: gl.constexpr,
     W_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As `gathered_sums` with PACKED and without a rest; width a multiple of 64; lists readable DEPTH entries
+    """As `gathered_sums` without a rest; width a multiple of 64; lists readable DEPTH entries
     past their end.
 
     v_desc blocks [DEPTH, ROWS]; out_desc blocks [ROWS / 2, WIDTH] of out [M, width]; 4 warps.
@@ -145,10 +170,10 @@ def gathered_sums_hopper(
     HALF_ROWS: gl.constexpr = out_desc.block_shape[0]
     WIDTH: gl.constexpr = out_desc.block_shape[1]
     DEPTH: gl.constexpr = v_desc.block_shape[0]
-    values = gl.allocate_shared_memory(out_desc.dtype, [STAGES, DEPTH, 2 * HALF_ROWS], v_desc.layout)
+    held = gl.allocate_shared_memory(out_desc.dtype, [STAGES, DEPTH, 2 * HALF_ROWS], v_desc.layout)
     gathered = gl.allocate_shared_memory(out_desc.dtype, [STAGES, DEPTH, WIDTH], W_LAYOUT)
     out_tile = gl.allocate_shared_memory(out_desc.dtype, [2, HALF_ROWS, WIDTH], out_desc.layout)
-    ring = make_ring(values, gathered, 2, True)
+    ring = make_ring(held, gathered, 2, True)
     across = gl.cdiv(width, WIDTH)
     sizes = (blocks * across, across, width)
     queue = (lists, spans, H, padded)
@@ -157,8 +182,8 @@ def gathered_sums_hopper(
         [
             (_multiply, (target, queue, ring, sizes, 0, PLANES, SPANS, HAS_BIAS, LATER)),
             (_multiply, (target, queue, ring, sizes, 1, PLANES, SPANS, HAS_BIAS, LATER)),
-            (_load, (v_desc, (weights, more_weights), queue, ring, sizes, rows, PLANES, SPANS)),
+            (_load, (v_desc, values, (weights, more_weights), queue, ring, sizes, rows, PLANES, SPANS, PACKED)),
         ],
         [4, 4],
-        [216, 72],
+        [216, 72] if PACKED else [208, 96],
     )
