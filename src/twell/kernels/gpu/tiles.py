@@ -44,7 +44,7 @@ class BlockTiles:
 #   down    128 x 128 x 64, 4 warps 0.48 (two programs share a processor); 128 x 256, 8 warps 0.63
 _LARGE = BlockTiles(
     rows=DEFAULT_ROWS,
-    select_neurons=256,  # fewer, where there are few blocks, keeps the block path off Hopper's kernels as well
+    select_neurons=256,  # fewer, where there are few blocks, also keeps the block path off Hopper's kernels
     select_depth=64,
     select_warps=8,
     select_stages=4,

@@ -35,9 +35,7 @@ def _span(queue, tile, tiles, across, SPANS: gl.constexpr):
 
 @gluon.jit
 def _load(
-    v_desc,
-    values,
-    weights,
+    sources,
     queue,
     ring,
     sizes,
@@ -46,6 +44,7 @@ def _load(
     SPANS: gl.constexpr,
     PACKED: gl.constexpr,
 ):
+    v_desc, values, weights = sources
     lists, _spans, _H, _padded = queue
     tiles, across, width = sizes
     DEPTH: gl.constexpr = ring[1].shape[1]
@@ -178,11 +177,12 @@ def gathered_sums_hopper(
     sizes = (blocks * across, across, width)
     queue = (lists, spans, H, padded)
     target = (out_desc, out, out_tile, bias, M)
+    sources = (v_desc, values, (weights, more_weights))
     gl.warp_specialize(
         [
             (_multiply, (target, queue, ring, sizes, 0, PLANES, SPANS, HAS_BIAS, LATER)),
             (_multiply, (target, queue, ring, sizes, 1, PLANES, SPANS, HAS_BIAS, LATER)),
-            (_load, (v_desc, values, (weights, more_weights), queue, ring, sizes, rows, PLANES, SPANS, PACKED)),
+            (_load, (sources, queue, ring, sizes, rows, PLANES, SPANS, PACKED)),
         ],
         [4, 4],
         [216, 72] if PACKED else [208, 96],
