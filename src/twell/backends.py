@@ -69,8 +69,8 @@ class Backend:
     forward:   (args, decision, record) -> FfnOutput.
     training:  its training kernels; None: the dense backward.
     rules:     "cpu" or "gpu": the rules that `policy` applies to its calls; None for dense PyTorch.
-    repeat:    (args, decision) of a call that has just run -> how to run calls with operands of the same
-               shapes, strides and types again, or None.
+    repeat:    (args, decision, inside) of a call that has just run -> how to run calls with operands of the
+               same shapes, strides and types again, or None; inside: whether a graph's op was called.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Backend:
     forward: Callable[[FfnArgs, Decision, bool], FfnOutput]
     training: Training | None = None
     rules: str | None = None
-    repeat: Callable[[FfnArgs, Decision], Repeat | None] | None = None
+    repeat: Callable[[FfnArgs, Decision, bool], Repeat | None] | None = None
 
     def refuses(self, site: Site, path: str) -> str | None:
         """Why this backend cannot run `path` at `site`, or None."""

@@ -21,7 +21,7 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, tell_flop_counters, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
-from .prepared import Decided, PreparedDense, PreparedSparse, PreparedStep, bucket_of, call_mode
+from .prepared import Decided, PreparedDense, PreparedSparse, bucket_of, call_mode
 from .problem import (
     PLAIN,
     FfnArgs,
@@ -33,7 +33,7 @@ from .problem import (
     is_trained,
     unflattened,
 )
-from .training_step import run_training_step
+from .training_step import PreparedStep, run_training_step
 
 _TRANSFORMED = "inside a torch.func transform or forward-mode differentiation"
 
@@ -221,7 +221,7 @@ def _run(
         else:
             output = dense_forward(args, record, is_automatic(plan), decision.reason)
         if decision.ahead and lasting and not record and x.device.type != "meta":
-            prepared = PreparedDense(Decided(tensors, activation, plan, decision))
+            prepared = PreparedDense(Decided(tensors, activation, plan, decision), is_automatic(plan))
             layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif training:
         output = run_training_step(args, decision, record)
@@ -244,7 +244,7 @@ def _keep_repeat(decided: Decided, args: FfnArgs, training: bool, record: bool, 
             prepared = PreparedStep(decided, repeat, record)
             layer.keep_prepared(x.shape, call_mode(record), prepared)
     elif backend.repeat is not None and not record:
-        repeat = backend.repeat(args, decision)
+        repeat = backend.repeat(args, decision, False)
         if repeat is not None:
             prepared = PreparedSparse(decided, repeat)
             layer.keep_prepared(x.shape, call_mode(record), prepared, bucket_of(x))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,20 @@ from .accumulation import existing_gradients
 from .activations import Activation
 from .backends import get_backend
 from .kernels.dense import dense_backward
+from .layer_state import LayerState, layer_of
 from .policy import decide_backward, decide_inside
-from .problem import Decision, Existing, FfnArgs, FfnOutput, Gradients, Saved, are_plain
+from .prepared import IN_GRAPH, Decided, PreparedDense, PreparedSparse
+from .problem import (
+    Decision,
+    Existing,
+    FfnArgs,
+    FfnOutput,
+    Gradients,
+    Saved,
+    are_plain,
+    is_trained,
+    source_of,
+)
 
 _SIGNATURE = (
     "Tensor x, Tensor up, Tensor down, Tensor? gate, Tensor? up_bias, Tensor? down_bias, Tensor? gate_bias"
@@ -45,7 +58,10 @@ _library.define(
 
 
 def args_of(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
-    return FfnArgs(*tensors, Activation.parse(activation))
+    return FfnArgs(*tensors, _activation(activation))
+
+
+_activation = lru_cache(maxsize=256)(Activation.parse)  # one object for all calls, as `_plan`
 
 
 def _refuse_tangents(tensors: list[Tensor | None]) -> None:
@@ -64,10 +80,38 @@ def _refuse_tangents(tensors: list[Tensor | None]) -> None:
 def _forward(*inputs) -> tuple[Tensor, Tensor, Tensor]:
     *tensors, activation, path, block_rows, backend, record = inputs
     _refuse_tangents(tensors)
-    args = args_of(tensors, activation)
-    decision = decide_inside(args, path, block_rows, backend, training=False, record=record)
-    y, l1, firing = get_backend(backend).forward(args, decision, record)
+    args, kernels = args_of(tensors, activation), get_backend(backend)
+    layer = layer_of(source_of(args.selector))
+    repeats = kernels.repeat is not None and not record
+    if repeats:
+        prepared = layer.prepared.get((args.x.shape, IN_GRAPH))
+        plan = _plan(path, block_rows, backend)
+        output = None if prepared is None else prepared.run(args[:-1], args.activation, plan, layer)
+        if output is not None:
+            return output.y, *_no_statistics(args.x)
+    decision = decide_inside(args, path, block_rows, backend, training=False, record=record, layer=layer)
+    y, l1, firing = kernels.forward(args, decision, record)
+    if repeats and decision.ahead and not is_trained(args[:-1]):
+        _prepare(Decided(args[:-1], args.activation, plan, decision), args, layer)
     return (y, l1, firing) if record else (y, *_no_statistics(args.x))
+
+
+def _prepare(decided: Decided, args: FfnArgs, layer: LayerState) -> None:
+    """Later calls of the op like this one, which has just run, decide nothing again."""
+    decision, prepared = decided.decision, None
+    if decision.path == "dense":
+        prepared = PreparedDense(decided, tuned=False)
+    elif args.x.is_contiguous():
+        repeat = get_backend(decision.backend).repeat(args, decision, True)
+        prepared = None if repeat is None else PreparedSparse(decided, repeat)
+    if prepared is not None:
+        layer.keep_prepared(args.x.shape, IN_GRAPH, prepared)
+
+
+@lru_cache(maxsize=256)
+def _plan(*plan: str | int) -> tuple[str | int, ...]:
+    """One object for all calls with this plan: prepared calls know theirs by its identity."""
+    return plan
 
 
 def _train_forward(*inputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -17,23 +17,22 @@ from torch.autograd import forward_ad
 from ._log import note_path, paths_are_recorded
 from ._observers import must_save_the_same
 from .activations import Activation
+from .backends import Site, get_backend
 from .kernels.dense import dense_forward, in_place, products_for
 from .kernels.gpu.sizes import bucket
 from .layer_state import LayerState
-from .plan import ENVIRONMENT_VARIABLE, Plan, is_automatic
+from .plan import ENVIRONMENT_VARIABLE, Plan
 from .problem import (
     Decision,
     FfnArgs,
     FfnOutput,
     Repeat,
-    StepRepeat,
     Tensors,
     are_plain,
     flattened,
     is_trained,
     unflattened,
 )
-from .training_step import RepeatedStep, run_step
 
 # The dictionary behind `os.environ`, whose `get` takes a microsecond.
 _environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
@@ -46,13 +45,16 @@ def _override() -> object:
     return os.environ.get(ENVIRONMENT_VARIABLE) if _environment is None else _environment.get(_VARIABLE)
 
 
+IN_GRAPH = 8  # the mode of a registered op, besides those of `call_mode`
+
+
 def call_mode(record: bool) -> int:
     """Tells calls of one shape apart; 0 without gradients, statistics or inference mode. A model may be
     called both ways by turns."""
     return torch.is_grad_enabled() + 2 * torch.is_inference_mode_enabled() + 4 * record
 
 
-class _Kinds:
+class Kinds:
     """Checks that operands equal the decided call's in type, dtype, device, shape, strides and
     `requires_grad`, or are None as they were.
 
@@ -107,18 +109,21 @@ _STRIDED = torch.strided
 
 
 class Decided(NamedTuple):
-    """A call that has run, and the decision it ran by."""
+    """A call that has run, and the decision it ran by.
+
+    plan: the very object that later calls bring, whatever it is; a registered op has its arguments for one.
+    """
 
     tensors: Tensors
     activation: Activation
-    plan: Plan | None
+    plan: Plan | tuple | None
     decision: Decision
 
 
 class Prepared:
     """A number of further calls like one that was decided."""
 
-    def __init__(self, decided: Decided, operands: _Kinds) -> None:
+    def __init__(self, decided: Decided, operands: Kinds) -> None:
         tensors, activation, plan, decision = decided
         self._operands = operands
         self._device_type = tensors[0].device.type
@@ -132,7 +137,7 @@ class Prepared:
         self._training, self._hooked = is_trained(tensors), must_save_the_same()
 
     def run(
-        self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
+        self, tensors: Tensors, activation: str | Activation, plan: Plan | tuple | None, layer: LayerState
     ) -> FfnOutput | None:
         """The output if this call is like the decided one, else None.
 
@@ -170,7 +175,7 @@ class Prepared:
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput | None:
         raise NotImplementedError
 
-    def _holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | None) -> bool:
+    def _holds(self, tensors: Tensors, activation: str | Activation, plan: Plan | tuple | None) -> bool:
         return (
             not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
@@ -197,23 +202,38 @@ class Prepared:
 
 
 class PreparedDense(Prepared):
-    """Calls that run dense, as PyTorch computes them."""
+    """Calls that run dense, as PyTorch computes them; tuned: see `dense_forward`."""
 
-    def __init__(self, decided: Decided) -> None:
-        super().__init__(decided, _Kinds(decided.tensors, any_strides=True))
-        self._tuned = is_automatic(decided.plan)
+    def __init__(self, decided: Decided, tuned: bool) -> None:
+        super().__init__(decided, Kinds(decided.tensors, any_strides=True))
+        self._tuned = tuned
         # None where more than values may matter.
         args = FfnArgs(*decided.tensors, decided.activation)
         only_values = not self._training and are_plain(decided.tensors)
         self._products = products_for(args, self._tuned) if only_values else None
+        self._fused = _fused(args) if only_values else None
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         x = tensors[0]
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
             note_path("dense", x, tensors[1].shape[0], reason=self._reason)
-            return FfnOutput(in_place(self._products, self._activation, tensors))
+            fused = self._fused
+            if fused is not None and torch._C._cuda_getDevice() != x.device.index:
+                fused = None  # it would be launched elsewhere
+            return FfnOutput(in_place(self._products, self._activation, tensors, fused))
         args = FfnArgs(flattened(x), *tensors[1:], self._activation)
         return FfnOutput(unflattened(dense_forward(args, False, self._tuned, self._reason).y, x))
+
+
+def _fused(args: FfnArgs) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+    """What computes hidden values in one kernel on a GPU that has our kernels."""
+    x, (neurons, features) = args.x, args.selector.shape
+    site = Site(x.device.type, x.dtype, None, features, neurons, args.gate is not None, training=False)
+    if not x.is_cuda or get_backend("gpu").refusal(site) is not None:
+        return None
+    from .kernels.gpu.dense import fused_hidden  # not before: it imports Triton
+
+    return fused_hidden(args.activation, x.dtype, args.gate is not None)
 
 
 class PreparedSparse(Prepared):
@@ -221,14 +241,14 @@ class PreparedSparse(Prepared):
 
     def __init__(self, decided: Decided, repeat: Repeat) -> None:
         tensors = decided.tensors
-        super().__init__(decided, _Kinds(tensors[1:]))
+        super().__init__(decided, Kinds(tensors[1:]))
         self._x, self._repeat = self._kind_of(tensors[0]), repeat
         # For gated blocks without biases, and calls with as many dimensions.
         there = [t is not None for t in tensors]
         self._check = _compiled_check(list(tensors[:4]), "leading") if there == _GATED else None
 
     def run(
-        self, tensors: Tensors, activation: str | Activation, plan: Plan | None, layer: LayerState
+        self, tensors: Tensors, activation: str | Activation, plan: Plan | tuple | None, layer: LayerState
     ) -> FfnOutput | None:
         # Every token waits for this in every layer, so it calls as little as possible.
         reading = self._reading
@@ -281,21 +301,3 @@ def bucket_of(x: Tensor) -> tuple[int, int] | None:
     """The `bucket` of x's tokens, x [..., D]; None without any."""
     tokens = x.numel() // max(x.shape[-1], 1) if x.dim() else 0
     return bucket(tokens) if tokens else None
-
-
-class PreparedStep(Prepared):
-    """Training steps that launch what was launched before."""
-
-    def __init__(self, decided: Decided, repeat: StepRepeat, record: bool) -> None:
-        super().__init__(decided, _Kinds(decided.tensors))
-        self._repeat, self._record = repeat, record
-        # Without the layer, which this belongs to: it would not be freed at once.
-        self._decision = decided.decision._replace(read=False, layer=None)
-
-    def _note(self, layer: LayerState) -> None:
-        layer.ran["forward"] = self._outcome  # its backward is the same one again
-
-    def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
-        decision = self._decision._replace(layer=layer)
-        step = decision, self._activation, self._record
-        return run_step(RepeatedStep(*step, self._repeat, self._operands.hold), tensors)

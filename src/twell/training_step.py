@@ -20,6 +20,7 @@ from .accumulation import accumulates_in_place
 from .activations import Activation
 from .backends import get_backend
 from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
+from .layer_state import LayerState
 from .ops import (
     OPERANDS,
     BackwardCall,
@@ -34,6 +35,7 @@ from .ops import (
     without_the_op,
 )
 from .policy import decide_inside
+from .prepared import Decided, Kinds, Prepared
 from .problem import (
     Decision,
     FfnArgs,
@@ -220,3 +222,21 @@ def run_training_step(args: FfnArgs, decision: Decision, record: bool) -> FfnOut
 
 def run_step(way: _Once, tensors: Tensors) -> FfnOutput:
     return FfnOutput(*_Step.apply(way, *tensors))
+
+
+class PreparedStep(Prepared):
+    """Training steps that launch what was launched before."""
+
+    def __init__(self, decided: Decided, repeat: StepRepeat, record: bool) -> None:
+        super().__init__(decided, Kinds(decided.tensors))
+        self._repeat, self._record = repeat, record
+        # Without the layer, which this belongs to: it would not be freed at once.
+        self._decision = decided.decision._replace(read=False, layer=None)
+
+    def _note(self, layer: LayerState) -> None:
+        layer.ran["forward"] = self._outcome  # its backward is the same one again
+
+    def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
+        decision = self._decision._replace(layer=layer)
+        step = decision, self._activation, self._record
+        return run_step(RepeatedStep(*step, self._repeat, self._operands.hold), tensors)

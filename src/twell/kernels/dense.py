@@ -138,12 +138,24 @@ def products_for(args: FfnArgs, tuned: bool) -> tuple[Product, Product, Product]
     return select, lift, _project_down if lower is linear and reads_badly(args.down) else lower
 
 
-def in_place(products: tuple[Product, Product, Product], activation: Activation, tensors: Tensors) -> Tensor:
+def in_place(
+    products: tuple[Product, Product, Product],
+    activation: Activation,
+    tensors: Tensors,
+    fused: Callable[[Tensor, Tensor | None], Tensor] | None = None,
+) -> Tensor:
     """y [..., D], the same numbers from fewer buffers. Little happens between products: threads that fall
-    asleep there take 50 us to wake."""
+    asleep there take 50 us to wake.
+
+    fused: computes hidden values at once; see `kernels.gpu.dense`.
+    """
     x, up, down, gate, up_bias, down_bias, gate_bias = tensors
     select, lift, lower = products
-    if gate is None:
+    if fused is not None:
+        pre, other = (up, None) if gate is None else (gate, up)
+        bias = up_bias if gate is None else gate_bias
+        hidden = fused(select(x, pre, bias), None if other is None else lift(x, other, up_bias))
+    elif gate is None:
         hidden = activation.apply_(select(x, up, up_bias))
     else:
         hidden = activation.apply_(select(x, gate, gate_bias))

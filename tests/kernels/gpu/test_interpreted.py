@@ -9,6 +9,7 @@ import torch
 
 from twell import Activation, Plan, ffn, ffn_with_stats, recorded_paths, reference
 from twell.backends import get_backend
+from twell.kernels.gpu.dense import fused_hidden
 from twell.layer_state import Reading
 from twell.problem import Decision, FfnArgs
 from twell.synthetic import make_ffn
@@ -230,3 +231,22 @@ def test_numbers_of_kinds_are_given_once():
         thread.join()
     assert len(set(found.values())) == len(found) == 2000
     assert kind_number((Slow(5),)) in (found[5], max(found.values()) + 1)  # another one if it was forgotten
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 9000])
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("spec", ["relu", "relu2", "fatrelu(0.3)"])
+def test_fused_hidden_values_are_those_of_pytorch(spec, gated, size):
+    activation = Activation.parse(spec)
+    fused = fused_hidden(activation, torch.float16, gated)
+    if fused is None:
+        assert not gated and spec != "relu2"  # where PyTorch takes one operation as well
+        return
+    pre, up = torch.randn(2, size, generator=torch.Generator().manual_seed(size)).half()
+    if size > 3:
+        pre[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+        up[2:5] = float("inf")
+    expected = activation(pre) * up if gated else activation(pre)
+    found = fused(pre, up if gated else None)
+    assert found is pre
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

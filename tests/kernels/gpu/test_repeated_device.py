@@ -330,3 +330,47 @@ def test_layers_compiled_inside_their_checkpoints_train_sparse():
     for gradient, want in zip(compiled, gradients, strict=True):
         assert (gradient - want).norm() <= 5e-2 * want.norm() + 1e-6
     assert [piece.path for piece in ran if piece.phase == "backward"][-1] == "block"
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@pytest.mark.parametrize("plan", [BLOCK, Plan(path="dense", backend="gpu"), None], ids=str)
+@pytest.mark.parametrize("count", [8, 1000])
+def test_the_op_of_a_graph_repeats(monkeypatch, count, plan, mode):
+    torch._dynamo.reset()
+    module = module_of(plan=plan)
+    compiled = torch.compile(module, mode=mode)
+    for _ in range(4):
+        compiled(tokens_of(count, HIDDEN))
+    if mode == "default" and plan is not None:
+        monkeypatch.setattr("twell.ops.decide_inside", None)  # a call that decides fails
+    for _ in range(4):
+        x = tokens_of(count, HIDDEN)
+        assert_exact_module(compiled(x), x, module)
+        module.up_proj.weight.mul_(-0.5)
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_repeated_dense_calls_have_the_bits_of_the_first(dtype, gated, activation):
+    module = SparseMLP(
+        HIDDEN,
+        NEURONS,
+        gated=gated,
+        activation=activation,
+        plan=Plan(path="dense"),
+        device="cuda",
+        dtype=dtype,
+    )
+    for count in (1, 77, 1000):
+        x = torch.randn(count, HIDDEN, device="cuda", dtype=dtype)
+        x[0, 0] = float("inf")
+        first = module(x)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            again = module(x)
+            torch.cuda.synchronize()
+        kernels = {event.name for event in profile.events()}
+        assert ("hidden_values" in kernels) == (gated or activation == "relu2")
+        torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)

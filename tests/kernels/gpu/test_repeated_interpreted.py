@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, functional, recorded_paths
+from twell import Plan, SparseMLP, accumulate_in_place, ffn, ffn_with_stats, functional, ops, recorded_paths
 from twell.kernels.gpu import sizes
 from twell.kernels.gpu.tape import Tape, recorded
 from twell.kernels.gpu.workspace import carve
@@ -412,3 +412,24 @@ def steps(operands, plan, with_l1=False, only=None, turned=False):
     weights = torch.linspace(-1, 1, y.numel()).view(y.shape).to(y.dtype)
     loss = (y * weights).sum() + (0 if l1 is None else 0.5 * l1)
     return dict(zip(wanted, torch.autograd.grad(loss, list(wanted.values())), strict=True))
+
+
+@pytest.mark.parametrize(("gated", "path"), [(True, "block"), (False, "block"), (True, "dense")])
+def test_the_op_of_a_graph_decides_once_and_repeats(interpreted, monkeypatch, gated, path):
+    plan = Plan(path=path, backend=interpreted)
+    (x, up, down, gate), biases = operands_of(18, dtype=torch.float16, gated=gated, bias=True)
+    up, gate = (None if t is None else torch.nn.Parameter(t) for t in (up, gate))
+    down = down.mT.contiguous().mT
+    graph = torch.compile(lambda x: ffn(x, up, down, gate, plan=plan, **biases), backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(2):  # while a graph is compiled, its operands have other dispatch keys
+            graph(x)
+        monkeypatch.setattr(ops, "decide_inside", None)  # a call that decides fails
+        for _ in range(2):
+            x = other_tokens(x, 18)
+            with recorded_paths() as ran:
+                y = graph(x)
+            assert [piece.path for piece in ran] == [{"block": "decode"}.get(path, path)]
+            exact = exact_of(x, up, down, gate, **biases)
+            assert_accurate(y, exact, stock_dense(x, up, down, gate, **biases))
+            up.data.mul_(-0.5)

@@ -88,10 +88,14 @@ class GpuRepeat:
     path: "decode" or "block".
     """
 
-    def __init__(self, tape: Tape, args: FfnArgs, path: str, told: bool, only: int | None) -> None:
-        """told: whether the tape is told the number of tokens; only: the one it may be, None: any."""
+    def __init__(
+        self, tape: Tape, args: FfnArgs, path: str, told: bool, only: int | None, inside: bool
+    ) -> None:
+        """told: whether the tape is told the number of tokens; only: the one it may be, None: any; inside:
+        see `gpu_repeat`."""
         self._tape, self.path, self._told, self._only = tape, path, told, only
         (self._space,) = tape.sizes
+        self._inside = inside
         self._device, self._gated = args.x.device, args.gate is not None
         self._index = self._device.index
         biased = any(bias is not None for bias in (args.up_bias, args.down_bias, args.gate_bias))
@@ -114,7 +118,10 @@ class GpuRepeat:
             return None
         if not self._told:
             tokens = None
-        buffer = kept_workspace(self._device, index, stream, self._space)
+        if self._inside:
+            buffer = torch.empty(self._space, dtype=torch.uint8, device=self._device)
+        else:
+            buffer = kept_workspace(self._device, index, stream, self._space)
         if not self._gated:
             gate, up, gate_bias, up_bias = up, None, up_bias, None
         if self._in_full:
@@ -124,9 +131,12 @@ class GpuRepeat:
         return y if tape.play_at(steady, (x.data_ptr(), y.data_ptr()), stream, tokens) else None
 
 
-def gpu_repeat(args: FfnArgs, decision: Decision) -> GpuRepeat | None:
+def gpu_repeat(args: FfnArgs, decision: Decision, inside: bool) -> GpuRepeat | None:
     """How a call that has just run is run again; None where its operands had to be copied, or nothing was
-    recorded."""
+    recorded.
+
+    inside: whether the op of a compiled graph was called, which may gather its allocations in a pool.
+    """
     if decision.path != "block" or decision.layer is None or not are_readable(args):
         return None
     operands = prepare(args)
@@ -139,7 +149,7 @@ def gpu_repeat(args: FfnArgs, decision: Decision) -> GpuRepeat | None:
         # Numbers of tokens in a bucket have the same blocks, if blocks have the usual size.
         only = None if told and rows in (0, DEFAULT_ROWS) else tokens
     tape = decision.layer.tapes.get(kind)
-    return None if tape is None else GpuRepeat(tape, args, path, told, only)
+    return None if tape is None else GpuRepeat(tape, args, path, told, only, inside)
 
 
 def are_readable(args: FfnArgs) -> bool:
