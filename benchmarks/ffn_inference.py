@@ -5,6 +5,7 @@ bf16, skewed synthetic gates (30% dead neurons, log-normal firing rates), D 2048
     prefill   many tokens, eager calls, dense and ours interleaved
     decode    few tokens, CUDA graphs over enough layers that weights are cold in L2
     graphs    numbers of tokens in between, in CUDA graphs
+    plain     blocks without a gate, from few to all active: where the block path stops paying
     kernels   each kernel of the block path alone: TFLOP/s against the GPU's own matmul in the same run
     traces    recorded activations of real text (--traces DIRECTORY): up and down on those active sets
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -39,6 +41,8 @@ NNZ = (0, 12, 24, 39, 64, 128, 512, ALL)
 PREFILL, DECODE = (1024, 4096, 8192, 16384, 65536, 131072), (1, 8, 32, 64)
 GRAPHS = (256, 1024, 2048, 4096)
 SHAPES = ((1024, 4096), (4096, 11008), (5120, 14336))
+PLAIN, PLAIN_TOKENS = ((2048, 8192), (3072, 9216)), (2048, 8192)
+PLAIN_SHARES = (0.01, 0.05, 0.1, 0.2, 0.4, 1.0)  # of the neurons, active per token
 COLD_BYTES = 1 << 30  # weights of the decode graphs: twenty times the L2 cache
 
 
@@ -98,6 +102,22 @@ def prefill(bench: Bench) -> None:
         for share in (0.005, 0.02):
             weights = layer(hidden, neurons, share * neurons)
             measure(bench, "prefill", tokens(16384, hidden), weights, share * neurons, {"auto": None}, {})
+
+
+def plain(bench: Bench) -> None:
+    for hidden, neurons in PLAIN:
+        for share in PLAIN_SHARES:
+            weights = layer(hidden, neurons, share * neurons, gated=False)
+            for count in PLAIN_TOKENS:
+                x = tokens(count, hidden)
+                first = len(bench.records)
+                measure(bench, "plain", x, weights, share * neurons, {"block": Plan(path="block")}, {})
+                active = (x @ weights[0].mT > 0).view(-1, 128, neurons).any(1)
+                union = active.float().mean().item()
+                bench.records[first:] = [
+                    replace(record, sparsity=record.sparsity | {"union": union})
+                    for record in bench.records[first:]
+                ]
 
 
 def measure(
@@ -286,6 +306,7 @@ def sections(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Bench
     yield "prefill", prefill
     yield "decode", decode
     yield "graphs", graphs
+    yield "plain", plain
     if options.traces:
         yield "traces", lambda bench: traces(bench, options.traces)
 

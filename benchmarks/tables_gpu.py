@@ -154,6 +154,23 @@ def gpu_other() -> str:
     return "\n".join(lines)
 
 
+def gpu_plain() -> str:
+    """Blocks without a gate: the block path over eager dense, by the union of 128 tokens."""
+    rows: dict[tuple[int, int, int], list[Record]] = {}
+    for record in gpu_records("plain/block"):
+        shape = record.shape
+        rows.setdefault((shape["D"], shape["H"], shape["M"]), []).append(record)
+    unions = [f"{record.sparsity['union']:.0%}" for record in next(iter(rows.values()))]
+    lines = [
+        "| D | H | tokens | dense | " + " | ".join(f"union {union}" for union in unions) + " |",
+        "|---:|---:|---:|---:|" + "---:|" * len(unions),
+    ]
+    for (hidden, neurons, tokens), row in rows.items():
+        gains = " | ".join(f"{record.ratio:.2f}x" for record in row)
+        lines.append(f"| {hidden} | {neurons} | {tokens:,} | {ms(row[0].baseline_value)} | {gains} |")
+    return "\n".join(lines)
+
+
 def gpu_measured_on() -> str:
     """The GPU, versions and commits behind the GPU figures."""
     records = gpu_records("")
@@ -203,5 +220,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu-kernels": gpu_kernels,
     "gpu-traces": gpu_traces,
     "gpu-other": gpu_other,
+    "gpu-plain": gpu_plain,
     "gpu-measured-on": gpu_measured_on,
 }

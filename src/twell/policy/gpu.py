@@ -31,9 +31,10 @@ TRAINING_OPERATIONS = 7e10
 # GPU time on an H200, D 2048, H 5632, 1,024 to 4,096 tokens: 1.02x to 1.34x at 0.49, 0.85x to 1.12x at 0.63.
 _ENTER, _LEAVE = 0.5, 0.55
 
-# Blocks without a gate have less to skip. H200, 8,192 tokens: 1.08x (D 3072, H 9216) and 1.15x (D 2048,
-# H 8192) at 0.5, 0.94x and 0.98x at 0.75; 2,048 tokens at D 3072: 1.17x at 0.3, 0.95x at 0.5.
-_PLAIN_LIMIT = 0.4
+# Blocks without a gate have less to skip: from so many tokens on, up to which share sparse pays. H200, D 2048
+# and 3072 (`gpu-plain` in docs/kernels.md): 8,192 tokens 1.17x to 1.25x at 0.68, 1.00x to 1.04x at 0.95;
+# 2,048 tokens 1.13x to 1.27x at 0.5, 0.95x to 1.14x at 0.68. One token gains 1.09x at 0.3.
+_PLAIN_LIMITS = {1: 0.4, DECODE_TOKENS + 1: 0.5, 8192: 0.8}
 
 FLOAT32 = "float32 products run on tensor cores at reduced precision or not at all"
 _READ = "a reading: now and then a call measures how active the layer is"
@@ -168,7 +169,9 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
     reason = f"sparse was not measured for {tokens:,} tokens at D {hidden}"
     if tokens > DECODE_TOKENS and not much:
         reason = f"{tokens:,} tokens are too little work for the block path, and too many for decode"
-    return (limit if gated else min(limit, _PLAIN_LIMIT)), reason
+    if not gated:
+        limit = min(limit, max(share for least, share in _PLAIN_LIMITS.items() if least <= tokens))
+    return limit, reason
 
 
 def _why_training_cannot_pay(args: FfnArgs) -> str | None:
