@@ -45,7 +45,9 @@ _library.define(
 
 
 def args_of(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
-    return FfnArgs(*tensors, Activation.parse(activation))
+    args = FfnArgs(*tensors, Activation.parse(activation))
+    args.activation.check_gated(args.gate is not None)
+    return args
 
 
 def _refuse_tangents(tensors: list[Tensor | None]) -> None:
