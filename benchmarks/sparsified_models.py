@@ -240,7 +240,8 @@ def decode(bench: Bench, name: str, shape: Shape, model: nn.Module, nnz: float, 
             hidden = nn.functional.linear(x, up, up_bias)
             if gate is None:
                 return nn.functional.linear(block.activation(hidden), down, down_bias)
-            hidden = block.activation(nn.functional.linear(x, gate, gate_bias)) * hidden
+            factor = block.activation.factor(hidden)
+            hidden = block.activation(nn.functional.linear(x, gate, gate_bias)) * factor
             return nn.functional.linear(hidden, down, down_bias)
 
         pairs = list(zip(blocks, inputs, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,8 +15,18 @@ def stock_dense(x, up, down, gate=None, *, activation="relu", up_bias=None, down
     linear = torch.nn.functional.linear
     act = Activation.parse(activation)
     hidden_up = linear(x, up, up_bias)
+    if act.name == "drelu":
+        hidden_up = torch.relu(hidden_up)
     hidden = act(hidden_up) if gate is None else act(linear(x, gate, gate_bias)) * hidden_up
     return linear(hidden, down, down_bias)
+
+
+def every_activation(threshold: float = 0.25) -> pytest.MarkDecorator:
+    """Parametrises `activation` and `gated`: all there are, with fatrelu at `threshold`."""
+    both = [(name, gated) for name in ("relu", "relu2", f"fatrelu({threshold})") for gated in (True, False)]
+    kinds = {True: "gated", False: "plain"}
+    ids = lambda value: kinds[value] if isinstance(value, bool) else value  # noqa: E731
+    return pytest.mark.parametrize(("activation", "gated"), [*both, ("drelu", True)], ids=ids)
 
 
 def assert_accurate(result: Tensor, exact: Tensor, stock: Tensor, name: str = "output") -> None:

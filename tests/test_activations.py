@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from twell import Activation, fatrelu
 
 NAN, INF = math.nan, math.inf
-SPECS = ["relu", "relu2", "fatrelu(0.25)", "fatrelu(0)"]
+SPECS = ["relu", "relu2", "fatrelu(0.25)", "fatrelu(0)", "drelu"]
 EDGE_CASES = [NAN, -NAN, INF, -INF, 0.0, -0.0, 0.25, 0.2500001, 1e-45, -1e-45, 1e-20, -1.0, 3.0]
 
 singles = st.floats(width=32, allow_nan=True, allow_infinity=True)
@@ -107,6 +107,7 @@ def test_any_shape():
     [
         ("relu", Activation("relu", 0.0)),
         ("relu2", Activation("relu2", 0.0)),
+        ("drelu", Activation("drelu", 0.0)),
         ("fatrelu(0.1)", Activation("fatrelu", 0.1)),
         ("fatrelu( 1e-3 )", Activation("fatrelu", 0.001)),
         ("fatrelu(2)", Activation("fatrelu", 2.0)),
@@ -123,13 +124,39 @@ def test_spec_reads_back_as_the_same_activation(threshold):
 
 
 def test_spec_of_the_plain_activations():
-    assert [Activation(name).spec for name in ("relu", "relu2")] == ["relu", "relu2"]
+    names = ["relu", "relu2", "drelu"]
+    assert [Activation(name).spec for name in names] == names
     assert Activation() == Activation("relu", 0.0)
 
 
-@pytest.mark.parametrize("spec", ["silu", "", "ReLU", "fatrelu", "fatrelu()", "fatrelu(x)"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_factor_is_up_or_its_relu(spec):
+    act, up = Activation.parse(spec), torch.tensor(EDGE_CASES, dtype=torch.float64, requires_grad=True)
+    factor = act.factor(up)
+    expected = torch.relu(up) if spec == "drelu" else up
+    assert_same(factor.detach(), expected.tolist())
+    assert_same(act.factor_(up.detach().clone()), expected.tolist())
+    (gradient,) = torch.autograd.grad(expected.sum(), up)
+    assert_same(act.factor_backward(torch.ones_like(factor), up.detach()), gradient.tolist())
+    infinite = act.factor_backward(torch.full_like(factor, INF), up.detach())
+    assert not infinite.isnan().any()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_only_drelu_needs_a_gate(spec):
+    act = Activation.parse(spec)
+    act.check_gated(True)
+    if spec != "drelu":
+        act.check_gated(False)
+        return
+    message = r"^activation: got 'drelu' for a non-gated block; accepted: .*'drelu' for gated blocks only"
+    with pytest.raises(ValueError, match=message):
+        act.check_gated(False)
+
+
+@pytest.mark.parametrize("spec", ["silu", "", "ReLU", "fatrelu", "fatrelu()", "fatrelu(x)", "drelu(0)"])
 def test_parse_refuses_other_strings_by_name(spec):
-    accepted = r"'relu' \| 'relu2' \| 'fatrelu\(THRESHOLD\)' with THRESHOLD >= 0"
+    accepted = r"'relu' \| 'relu2' \| 'fatrelu\(THRESHOLD\)' with THRESHOLD >= 0 \| 'drelu'"
     with pytest.raises(ValueError, match=rf"^activation: got .*; accepted: {accepted}") as error:
         Activation.parse(spec)
     assert repr(spec) in str(error.value)
@@ -158,6 +185,6 @@ def test_constructor_refuses_by_name():
             ValueError, match=r"^activation threshold: got .*; accepted: a finite number >= 0"
         ):
             fatrelu(threshold)
-    for name in ("relu", "relu2"):
+    for name in ("relu", "relu2", "drelu"):
         with pytest.raises(ValueError, match=rf"^activation threshold: got 0\.5; accepted: 0 for '{name}'"):
             Activation(name, 0.5)

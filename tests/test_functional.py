@@ -10,7 +10,7 @@ import torch
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, reference
 from twell.synthetic import make_ffn
 
-from .accuracy import assert_accurate, stock_dense
+from .accuracy import assert_accurate, every_activation, stock_dense
 from .backends import added, dense_backend
 
 PLANS = [None, Plan(path="dense"), Plan(path="row"), Plan(path="block", block_rows=4)]
@@ -77,8 +77,7 @@ def test_autocast(plan, dtype):
 
 class TestGradients:
     @pytest.mark.parametrize("plan", SPARSE_PLANS, **plan_ids)
-    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.3)"])
-    @pytest.mark.parametrize("gated", [True, False])
+    @every_activation(0.3)
     def test_gradcheck(self, plan, activation, gated):
         torch.manual_seed(0)  # an unlucky bias puts a pre-activation within a difference quotient of the kink
         x, up, down, gate = operands(tokens=3, hidden=8, neurons=16, gated=gated, dtype=torch.float64)
@@ -114,8 +113,7 @@ class TestGradients:
         for name, mine, theirs, true in zip(names, ours, stock, exact, strict=True):
             assert_accurate(mine, true, theirs, name)
 
-    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.3)"])
-    @pytest.mark.parametrize("gated", [True, False])
+    @every_activation(0.3)
     def test_infinite_gradients_are_masked_as_stock_masks_them(self, activation, gated):
         x, up, down, gate = operands(gated=gated)
         down[3, 5] = float("inf")
@@ -287,10 +285,11 @@ class TestRegisteredOp:
     @pytest.mark.parametrize("path", ["auto", "row", "block", "dense"])
     @pytest.mark.parametrize("record", [False, True])
     @pytest.mark.parametrize("trained", [False, True])
-    def test_opcheck(self, path, record, trained):
+    @pytest.mark.parametrize("activation", ["fatrelu(0.1)", "drelu"])
+    def test_opcheck(self, path, record, trained, activation):
         tensors = [t.requires_grad_(trained) for t in operands()]
         biases = [torch.randn(32), torch.randn(16), torch.randn(32)]
-        arguments = (*tensors, *biases, "fatrelu(0.1)", path, 0, "cpu", record)
+        arguments = (*tensors, *biases, activation, path, 0, "cpu", record)
         torch.library.opcheck(torch.ops.twell.ffn.default, arguments)
 
     def test_opcheck_non_gated(self):
@@ -363,6 +362,10 @@ def _bad(**changes):
         ),
         (_bad(activation="silu"), r"activation: got 'silu'; accepted: 'relu' \| 'relu2'"),
         (_bad(activation="fatrelu(-1)"), r"activation"),
+        (
+            _bad(activation="drelu", gate=None),
+            r"activation: got 'drelu' for a non-gated block; accepted: 'relu' \| 'relu2' \| 'fatrelu",
+        ),
         (_bad(plan="row"), r"plan: got a str; accepted: a twell.Plan"),
     ],
 )

@@ -117,7 +117,7 @@ def test_as_peft(gated, targets, leading):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)", "drelu"])
 def test_kinds_of_lora(lora, activation):
     model = adapted(options={"bias": True, "activation": activation}, **lora).eval()
     assert is_sparse(model)

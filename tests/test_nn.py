@@ -97,19 +97,30 @@ def test_an_optimiser_step_keeps_layout_and_reduces_loss():
     assert neuron_major(mlp)
 
 
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("gated", "activation"), [(True, "relu2"), (False, "relu2"), (True, "drelu")])
 @pytest.mark.parametrize("plan", PLANS)
-def test_recorded_statistics_match_the_oracle(gated, plan):
-    mlp = SparseMLP(32, 96, gated=gated, activation="relu2", up_bias=True, record=True, plan=plan)
+def test_recorded_statistics_match_the_oracle(gated, activation, plan):
+    mlp = SparseMLP(32, 96, gated=gated, activation=activation, up_bias=True, record=True, plan=plan)
     x = torch.randn(3, 7, 32)
     mlp(x)
     gate = mlp.gate_proj.weight if gated else None
     exact = reference.ffn(
-        x, mlp.up_proj.weight, mlp.down_proj.weight, gate, activation="relu2", up_bias=mlp.up_proj.bias
+        x, mlp.up_proj.weight, mlp.down_proj.weight, gate, activation=activation, up_bias=mlp.up_proj.bias
     )
     assert torch.equal(mlp.last_stats.firing, exact.firing)
     torch.testing.assert_close(mlp.last_stats.l0, exact.l0)
     torch.testing.assert_close(mlp.last_stats.l1, exact.l1)
+
+
+def test_drelu_through_wrapped_projections():
+    mlp = SparseMLP(32, 96, activation="drelu", record=True)
+    x = torch.randn(3, 7, 32)
+    wanted, stats = mlp(x), mlp.last_stats
+    mlp.up_proj.register_forward_hook(lambda *_: None)  # its own forward has to run
+    torch.testing.assert_close(mlp(x), wanted)
+    torch.testing.assert_close(mlp.last_stats.l1, stats.l1)
+    assert torch.equal(mlp.last_stats.firing, stats.firing)
+    assert "drelu" in repr(mlp)
 
 
 def test_nothing_is_recorded_unless_asked():
@@ -237,6 +248,8 @@ def test_meta_device():
 def test_bad_options():
     with pytest.raises(ValueError, match=r"plan: got a str; accepted: a twell.Plan"):
         SparseMLP(32, 96, plan="row")
+    with pytest.raises(ValueError, match="activation: got 'drelu' for a non-gated block; accepted: 'relu'"):
+        SparseMLP(32, 96, gated=False, activation="drelu")
     with pytest.raises(ValueError, match="gate_bias: got True; accepted: None or False"):
         SparseMLP(32, 96, gated=False, gate_bias=True)
 

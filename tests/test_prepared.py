@@ -15,7 +15,7 @@ from twell import Plan, SparseMLP, ffn, ffn_with_stats, functional, layer_state,
 from twell.layer_state import layer_of
 from twell.problem import Decision
 
-from .accuracy import stock_dense
+from .accuracy import every_activation, stock_dense
 
 
 class Asked:
@@ -105,8 +105,7 @@ def test_shapes_are_prepared_one_by_one(asked):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [(6,), (2, 3)])
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
-@pytest.mark.parametrize("gated", [True, False])
+@every_activation()
 def test_the_same_bits_as_the_call_that_was_asked_about(asked, dtype, rows, activation, gated):
     x, up, down, gate = block(dtype, rows)
     x = torch.randn(*rows[::-1], 16, dtype=dtype).transpose(0, 1) if len(rows) > 1 else x
@@ -136,6 +135,7 @@ def test_only_calls_of_the_same_kind(asked, monkeypatch):
     others = (
         lambda: ffn(x[:1], up, down, gate),
         lambda: ffn(x, up, down, gate, activation="relu2"),
+        lambda: ffn(x, up, down, gate, activation="drelu"),
         lambda: ffn(x, up, down, gate, plan=Plan()),
         lambda: ffn(x, up, down, gate, down_bias=bias),
         lambda: ffn(x, up, down),

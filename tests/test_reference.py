@@ -13,7 +13,10 @@ from twell.reference import ffn, relative_error
 
 # A few hundred float64 additions in another order: far above the rounding, far below any mistake.
 TIGHT = {"rtol": 1e-12, "atol": 1e-13}
-SPECS = ["relu", "relu2", "fatrelu(0.3)"]
+SPECS = [
+    *((gated, spec) for gated in (True, False) for spec in ("relu", "relu2", "fatrelu(0.3)")),
+    (True, "drelu"),
+]
 
 
 def scalar_activation(spec: str, value: float) -> float:
@@ -44,7 +47,7 @@ def naive_ffn(operands: dict[str, Tensor], spec: str) -> dict[str, list | float]
                 selected = value = scalar_activation(spec, value)
             else:
                 selected = scalar_activation(spec, dot(token, gate[n], gate_bias[n]))
-                value *= selected
+                value = selected * (scalar_activation(spec, value) if spec == "drelu" else value)
             fired[n] += selected != 0
             row.append(value)
         l1_terms += [abs(value) for value in row]
@@ -75,9 +78,8 @@ def random_operands(*, gated: bool, biased: bool, tokens: int = 6, seed: int = 0
     }
 
 
-@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize(("gated", "spec"), SPECS)
 def test_equals_the_loop_over_tokens_and_neurons(gated, biased, spec):
     operands = random_operands(gated=gated, biased=biased)
     expected = naive_ffn(operands, spec)
@@ -88,6 +90,8 @@ def test_equals_the_loop_over_tokens_and_neurons(gated, biased, spec):
     assert result.firing.dtype == torch.int64
     assert result.firing.tolist() == expected["firing"]
     assert 0 < sum(expected["firing"]) < 66  # the case holds both active and inactive neurons
+    if spec == "drelu":  # and active ones whose up is clamped
+        assert (result.hidden != 0).sum() < result.firing.sum()
 
 
 def test_float32_is_the_default_and_stays_within_its_rounding():
@@ -134,7 +138,7 @@ def test_empty_batch(shape):
     assert result.firing.tolist() == [0] * 11
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [spec for gated, spec in SPECS if gated])
 def test_nan_gate_is_active_and_reaches_its_token_only(spec):
     gate = torch.tensor([[math.nan, 1.0], [1.0, 0.0]])
     x = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
@@ -160,6 +164,29 @@ def test_l0_counts_the_gate_even_where_the_product_is_zero():
     assert result.firing.tolist() == [1, 0]
 
 
+def test_drelu_by_hand():
+    """Hidden values are not 0 where gate and up are above 0; firing counts those with a gate above 0."""
+    nan = math.nan
+    x = torch.ones(1, 1)
+    gate = torch.tensor([[2.0], [2.0], [2.0], [-2.0], [-2.0], [0.0], [2.0]])
+    up = torch.tensor([[3.0], [-3.0], [0.0], [3.0], [-3.0], [3.0], [nan]])
+    result = ffn(x, up, torch.eye(7), gate, activation="drelu")
+    assert result.firing.tolist() == [1, 1, 1, 0, 0, 0, 1]
+    assert result.hidden[0, :6].tolist() == [6.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert result.hidden[0, 6].isnan()
+    gate, up = (weight[:6].clone().requires_grad_() for weight in (gate, up))
+    result = ffn(x, up, torch.eye(6), gate, activation="drelu")
+    for loss in (result.y.sum(), result.l1):  # L1's sign is 0 where hidden is
+        grads = torch.autograd.grad(loss, (gate, up), retain_graph=True)
+        assert [grad.flatten().tolist() for grad in grads] == [[3.0] + [0.0] * 5, [2.0] + [0.0] * 5]
+
+
+def test_drelu_needs_a_gate():
+    operands = random_operands(gated=False, biased=False)
+    with pytest.raises(ValueError, match="activation: got 'drelu' for a non-gated block; accepted: 'relu'"):
+        ffn(**operands, activation="drelu")
+
+
 def test_l1_gradient_is_the_sign_of_the_hidden_values_over_tokens():
     operands = random_operands(gated=True, biased=False)
     up = operands["up"].requires_grad_()
@@ -171,13 +198,13 @@ def test_l1_gradient_is_the_sign_of_the_hidden_values_over_tokens():
     assert not result.l0.requires_grad
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_differentiable_in_every_operand(gated):
+@pytest.mark.parametrize(("gated", "spec"), [(True, "relu"), (False, "relu"), (True, "drelu")])
+def test_differentiable_in_every_operand(gated, spec):
     operands = random_operands(gated=gated, biased=True, tokens=3)
     names = list(operands)
 
     def outputs(*tensors: Tensor) -> tuple[Tensor, Tensor]:
-        result = ffn(**dict(zip(names, tensors, strict=True)), dtype=torch.float64)
+        result = ffn(**dict(zip(names, tensors, strict=True)), activation=spec, dtype=torch.float64)
         return result.y, result.l1
 
     leaves = tuple(tensor.requires_grad_() for tensor in operands.values())

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from twell import Plan, SparseMLP, ffn, ffn_with_stats, policy, recorded_paths
 
-from .accuracy import assert_accurate, stock_dense
+from .accuracy import assert_accurate, every_activation, stock_dense
 from .training import NAMES, assert_gradients_accurate, assert_l1_alone, block, gradients
 
 ROW = Plan(path="row")
@@ -63,33 +63,38 @@ def assert_same(found, wanted):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+@every_activation(0.1)
 def test_gradients_of_the_active_set(always_sparse, plan, gated, activation):
     operands = large_block(gated=gated, bias=True)
     assert_gradients_accurate(operands, activation, lambda **t: ffn_with_stats(**t, plan=plan))
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_gradcheck(always_sparse, plan, gated):
+@pytest.mark.parametrize(
+    ("gated", "activation"),
+    [(True, "relu"), (False, "relu"), (True, "drelu")],
+    ids=["gated", "plain", "drelu"],
+)
+def test_gradcheck(always_sparse, plan, gated, activation):
     operands = block(5, nnz=6, dtype=torch.float64, gated=gated, bias=True, hidden=8, neurons=24)
     names = [name for name in NAMES if operands[name] is not None]
     leaves = [operands[name].requires_grad_() for name in names]
 
     def run(*tensors):
-        y, stats = ffn_with_stats(**dict(zip(names, tensors, strict=True)), plan=plan)
+        named = dict(zip(names, tensors, strict=True))
+        y, stats = ffn_with_stats(**named, activation=activation, plan=plan)
         return y, stats.l1
 
     assert torch.autograd.gradcheck(run, leaves, eps=1e-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", [2, 3])
-def test_higher_derivatives(plan, order):
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+def test_higher_derivatives(plan, order, activation):
     operands = block(5, nnz=6, dtype=torch.float64, hidden=8, neurons=24)
 
     def derivative(run):
         leaves = {name: None if t is None else t.clone().requires_grad_() for name, t in operands.items()}
-        value = run(**leaves).square().sum()
+        value = run(**leaves, activation=activation).square().sum()
         for _ in range(order - 1):
             (first,) = torch.autograd.grad(value, leaves["x"], create_graph=True)
             value = first.square().sum()

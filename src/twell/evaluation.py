@@ -55,7 +55,7 @@ def require_sparse_blocks(model: Any) -> None:
         return
     reasons = "; ".join(sorted({skipped.reason for skipped in find_blocks(model, None).skipped}))
     found = f"a {type(model).__name__} without blocks that have exact zeros"
-    accepted = "a model with ReLU, squared ReLU, fatrelu or a shifted ReLU"
+    accepted = "a model with ReLU, squared ReLU, fatrelu, a shifted ReLU or dReLU"
     reject("model", f"{found}: {reasons}" if reasons else found, accepted)
 
 

@@ -174,7 +174,10 @@ def _dense(x: Tensor, weights: tuple[Tensor | None, ...], activation: Activation
     """As stock modules compute it."""
     up, down, gate, up_bias, down_bias, gate_bias = weights
     hidden = linear(x, up, up_bias)
-    hidden = activation(hidden) if gate is None else activation(linear(x, gate, gate_bias)) * hidden
+    if gate is None:
+        hidden = activation(hidden)
+    else:
+        hidden = activation(linear(x, gate, gate_bias)) * activation.factor(hidden)
     return linear(hidden, down, down_bias)
 
 

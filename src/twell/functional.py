@@ -66,17 +66,19 @@ def ffn(
     """A feed-forward block that skips inactive neurons.
 
     gated:      y = (act(x gate^T + gate_bias) * (x up^T + up_bias)) down^T + down_bias
+    drelu:      y = (relu(x gate^T + gate_bias) * relu(x up^T + up_bias)) down^T + down_bias
     non-gated:  y = act(x up^T + up_bias) down^T + down_bias
 
     x:           [..., D] float32, float64, bfloat16 or float16, any strides.
     up, gate:    [H, D], as `nn.Linear` stores them, in x's dtype and on x's device.
     down:        [D_out, H]; fastest when each neuron's weights lie together (`down.mT` contiguous).
-    activation:  "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+    activation:  "relu", "relu2", "fatrelu(THRESHOLD)", "drelu" (gated only) or a `twell.Activation`.
     plan:        how to run it; None decides by itself. See `twell.Plan`.
     Returns [..., D_out]. Differentiable. Under autocast, float tensors are cast as for `linear`.
 
-    A NaN pre-activation counts as active. A NaN or Inf in an operand reaches the output if it meets an
-    active neuron; if it meets inactive ones only, sparse paths may skip it where dense gives NaN.
+    The gate, if there is one, decides which neurons are active; a NaN pre-activation counts as active. A NaN
+    or Inf in an operand reaches the output if it meets an active neuron; if it meets inactive ones only,
+    sparse paths may skip it where dense gives NaN.
     No host synchronisation on accelerators.
     """
     tensors = (x, up, down, gate, up_bias, down_bias, gate_bias)
@@ -184,6 +186,7 @@ def _run(
     """Check, decide, run. lasting: whether later calls may repeat this one: its operands are no casts."""
     x, up, _down, gate, *_ = tensors
     _validate(*tensors)
+    activation.check_gated(gate is not None)
     training = is_trained(tensors)
     args = FfnArgs(flattened(x), *tensors[1:], activation)
     if _transformed():

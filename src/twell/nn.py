@@ -30,7 +30,8 @@ class SparseMLP(nn.Module):
 
     hidden_size, intermediate_size:  D and H.
     gated:        act(gate) * up if True, act(up) if False.
-    activation:   "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+    activation:   "relu", "relu2", "fatrelu(THRESHOLD)", "drelu" or a `twell.Activation`; drelu, which is
+                  relu(gate) * relu(up), for gated blocks only.
     bias:         biases on all projections; gate_bias, up_bias and down_bias override it one by one.
     plan:         how to execute; None decides by itself.
     record:       keep `last_stats` (L1, L0, firing counts) of every forward; may be changed any time.
@@ -82,6 +83,7 @@ class SparseMLP(nn.Module):
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
         self.activation = Activation.parse(activation)
+        self.activation.check_gated(gated)
         self.plan = plan
         self.record = record
         self.neuron_major = neuron_major
@@ -266,7 +268,7 @@ class SparseMLP(nn.Module):
     def _forward_through_modules(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
         activated = self.activation(self.gate_proj(x) if self.gated else up)
-        hidden = activated * up if self.gated else activated
+        hidden = activated * self.activation.factor(up) if self.gated else activated
         if self.record:
             tokens = max(x.numel() // x.shape[-1], 1)
             firing = (activated.detach() != 0).reshape(-1, activated.shape[-1]).sum(dim=0)

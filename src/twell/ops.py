@@ -58,7 +58,9 @@ _library.define(
 
 
 def args_of(tensors: tuple[Tensor | None, ...], activation: str) -> FfnArgs:
-    return FfnArgs(*tensors, _activation(activation))
+    args = FfnArgs(*tensors, _activation(activation))
+    args.activation.check_gated(args.gate is not None)
+    return args
 
 
 _activation = lru_cache(maxsize=256)(Activation.parse)  # one object for all calls, as `_plan`

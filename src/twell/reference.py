@@ -22,10 +22,13 @@ class ReferenceResult:
     """Output and activation statistics of one block.
 
     y:       [..., D]  the block's output.
-    hidden:  [M, H]    what the down projection multiplies: act(gate) * up, or act(up) if not gated.
+    hidden:  [M, H]    what the down projection multiplies: act(gate) * up (drelu: relu(gate) * relu(up)), or
+                       act(up) if not gated.
     l1:      []        mean over tokens of sum over neurons |hidden|.
     l0:      []        mean over tokens of the number of active neurons.
     firing:  [H] int64 for how many tokens each neuron was active.
+
+    The gate alone decides what is active, with drelu as well: a hidden value of 0 may be an active neuron's.
     """
 
     y: Tensor
@@ -49,6 +52,7 @@ def ffn(
 ) -> ReferenceResult:
     """`twell.ffn`, computed densely in `dtype` (use float32 or float64); differentiable."""
     act = Activation.parse(activation)
+    act.check_gated(gate is not None)
 
     def wide(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(dtype)
@@ -64,7 +68,7 @@ def ffn(
         hidden_MH = activated_MH
     else:
         activated_MH = act(project(tokens_MD, gate, gate_bias))
-        hidden_MH = activated_MH * up_MH
+        hidden_MH = activated_MH * act.factor(up_MH)
     y_MD = project(hidden_MH, down, down_bias)
 
     # NaN != 0 is True, so a NaN gate counts as active; -0.0 != 0 is False.

@@ -100,6 +100,8 @@ def consistent(case: Case) -> Case:
     """`case` without what contradicts the rest of it."""
     biases = tuple(name for name in case.biases if case.gated or name != "gate_bias")
     case = replace(case, biases=biases)
+    if case.activation == "drelu" and not case.gated:
+        case = replace(case, activation="relu")
     trained = tuple(name for name in NAMES if name in case.trained and name in case.operands)
     if "l1" in case.loss and case.entry == "ffn":
         case = replace(case, entry="stats")

@@ -63,7 +63,8 @@ def _cpu_plan(random: Random) -> str | None:
 
 
 def _activation(random: Random) -> str:
-    return random.choice(("relu", "relu", "relu2", f"fatrelu({random.choice((0.0, 0.01, 0.25, 1.5))})"))
+    fatrelu = f"fatrelu({random.choice((0.0, 0.01, 0.25, 1.5))})"
+    return random.choice(("relu", "relu", "relu2", fatrelu, "drelu"))  # drelu without a gate: relu
 
 
 def _vary(random: Random, case: Case, tokens: int, trains: bool) -> Case:

@@ -5,8 +5,8 @@ float64), in any order. Errors are taken for independent, so their squares add: 
 deviation that this gives, per row of a result. What is nothing but luck for stock PyTorch, a single number
 that needs no rounding say, is then no failure of ours.
 
-A pre-activation next to the threshold may fall on either side. `slack` is by how much a result differs
-between all such pairs being active and none.
+A pre-activation next to the threshold may fall on either side, and so may an up that drelu clamps. `slack` is
+by how much a result differs between all such pairs being active and none.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class Block:
         self.pre, self.pre_variance = self._project(tensors[name], self.biases[f"{name}_bias"])
         self.active = ~(self.pre <= self.activation.threshold)
         self.up_value = self.up_variance = None
+        self.lifted = torch.ones_like(self.active)  # whether up is not clamped
         if case.gated:
             self.up_value, self.up_variance = self._project(self.up, self.biases["up_bias"])
+            if self.activation.clamps_up:
+                self.lifted = ~(self.up_value <= 0)
 
     def _project(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         value = self.x @ weight.mT
@@ -86,16 +89,31 @@ class Block:
         return near | ((value > 0) & (value < self.tiny))
 
     @cached_property
-    def uncertain_sign(self) -> Tensor | None:
-        """bool [M, H]: pairs whose L1 may pull either way."""
-        if not self.case.gated or "l1" not in self.case.loss:
-            return None
+    def near_zero(self) -> Tensor:
+        """bool [M, H]: pairs whose up may have either sign."""
         terms = (self.up_variance - self.unit * _finite(self.up_value).square()).clamp_min(0)
         if self.unit <= self.sum_unit:
             terms = self.up_variance
         reach = _NEAR * (self.case.features * terms * 12 / self.steps).sqrt()
-        hidden = self.activation(self.pre) * self.up_value
-        return self.active & ((self.up_value.abs() <= reach) | (hidden.abs() < self.tiny))
+        return self.up_value.abs() <= reach
+
+    @cached_property
+    def uncertain_lift(self) -> Tensor | None:
+        """bool [M, H]: pairs whose up may be clamped or not."""
+        if not self.activation.clamps_up:
+            return None
+        return self.near_zero | (self.up_value.abs() < self.tiny)
+
+    @cached_property
+    def uncertain_sign(self) -> Tensor | None:
+        """bool [M, H]: pairs whose L1 may pull either way, or not at all."""
+        if not self.case.gated or "l1" not in self.case.loss:
+            return None
+        hidden = self.activation(self.pre) * self.activation.factor(self.up_value)
+        tiny = hidden.abs() < self.tiny
+        if self.activation.clamps_up:
+            return self.active & (self.uncertain_lift | (tiny & self.lifted))
+        return self.active & (self.near_zero | tiny)
 
     @property
     def copies(self) -> int:
@@ -107,10 +125,11 @@ class Block:
 
     @cached_property
     def independent_errors(self) -> Tensor:
-        """[]: how many errors a result is made of: an active pair's is in all outputs of its token."""
-        return (self.active & self.pre.isfinite()).sum().double() / self.copies
+        """[]: how many errors a result is made of: an active pair's is in all outputs of its token; one that
+        is clamped has none."""
+        return (self.active & self.lifted & self.pre.isfinite()).sum().double() / self.copies
 
-    def results(self, active: Tensor | None = None, positive: Tensor | None = None) -> dict[str, Tensor]:
+    def results(self, active: Tensor | None = None, positive: bool | None = None) -> dict[str, Tensor]:
         """y, l1, gradients by name, and gradients of projections pair by pair, all of finite numbers.
 
         active: the pairs that are taken for active; positive: the sign of up where it is uncertain.
@@ -129,12 +148,14 @@ class Block:
     def margins(self) -> dict[str, Margins]:
         spreads = self.spreads()
         slack = {name: torch.zeros_like(spread) for name, spread in spreads.items()}
-        uncertain = self.near if self.uncertain_sign is None else self.near | self.uncertain_sign
+        uncertain = self.near
+        if self.uncertain_sign is not None:
+            uncertain = uncertain | self.uncertain_sign
+        if self.uncertain_lift is not None:
+            uncertain = uncertain | (self.active & self.uncertain_lift)
         if bool(uncertain.any()):
-            positive = self.uncertain_sign
-            negative = None if positive is None else torch.zeros_like(positive)
-            most = self.results(self.active | self.near, positive)
-            least = self.results(self.active & ~self.near, negative)
+            most = self.results(self.active | self.near, positive=True)
+            least = self.results(self.active & ~self.near, positive=False)
             for name in slack:
                 slack[name] = 2 * _row_norms(most[name] - least[name])
             for name in ("up", "gate"):
@@ -144,20 +165,25 @@ class Block:
                     slack[f"{name}_bias"] = 2 * apart.abs().sum(0)
         return {name: Margins(spread, slack[name]) for name, spread in spreads.items()}
 
-    def _walk(self, active: Tensor | None, positive: Tensor | None) -> dict[str, tuple[Tensor, Tensor]]:
+    def _walk(self, active: Tensor | None, positive: bool | None) -> dict[str, tuple[Tensor, Tensor]]:
         """(value, variance per row) of every result."""
         case, sums = self.case, self.sum_unit
         on = self.active if active is None else active
+        lifted = self.lifted
+        if positive is not None and self.uncertain_lift is not None:
+            lifted = torch.where(self.uncertain_lift, positive, lifted)
         pre, squared = _finite(self.pre), self.activation.name == "relu2"
         act = torch.where(on, pre.square() if squared else pre, 0.0)
         slope = torch.where(on, 2 * pre if squared else torch.ones_like(pre), 0.0)
         act_variance = slope.square() * self.pre_variance + self._stored(act)
         hidden, hidden_variance = act, act_variance
-        up = None
+        up = up_variance = None
         if case.gated:
-            up = _finite(self.up_value)
+            up = torch.where(lifted, _finite(self.up_value), 0.0)
+            rounds = lifted if self.uncertain_lift is None else lifted | self.uncertain_lift
+            up_variance = torch.where(rounds, self.up_variance, 0.0)
             hidden = act * up
-            hidden_variance = act_variance * up.square() + act.square() * self.up_variance
+            hidden_variance = act_variance * up.square() + act.square() * up_variance
             hidden_variance = hidden_variance + self._stored(hidden)
         down = _finite(self.down)
         y = hidden @ down.mT
@@ -172,13 +198,18 @@ class Block:
             "l1": ((hidden.abs().sum() / tokens).view(1, 1), l1_variance.view(1)),
         }
         if case.trains:
-            sign = hidden.sign() if up is None else _finite((act * self.up_value).sign())  # of an Inf, too
-            if positive is not None:
-                sign = torch.where(self.uncertain_sign, torch.where(positive, 1.0, -1.0), sign)
-            results |= self._gradients(act, act_variance, slope, hidden, hidden_variance, up, sign)
+            sign = hidden.sign()
+            if up is not None:  # of an Inf, too
+                sign = _finite((act * self.activation.factor(self.up_value)).sign())
+            if positive is not None and self.uncertain_sign is not None:
+                other = 0.0 if self.activation.clamps_up else -1.0
+                sign = torch.where(self.uncertain_sign, 1.0 if positive else other, sign)
+            variances = act_variance, up_variance, hidden_variance
+            results |= self._gradients(act, slope, hidden, up, sign, lifted, variances)
         return results
 
-    def _gradients(self, act, act_variance, slope, hidden, hidden_variance, up, sign):
+    def _gradients(self, act, slope, hidden, up, sign, lifted, variances):
+        act_variance, up_variance, hidden_variance = variances
         case, unit, sums = self.case, self.unit, self.sum_unit
         down, x, tokens = _finite(self.down), _finite(self.x), max(case.tokens, 1)
         grad_y = torch.zeros(case.tokens, case.outputs, dtype=x.dtype, device=x.device)
@@ -198,11 +229,12 @@ class Block:
         if case.gated:
             select = grad * up * slope
             select_variance = variance * (up * slope).square() + grad.square() * (
-                self.up_variance * slope.square()
+                up_variance * slope.square()
             )
             if self.activation.name == "relu2":
                 select_variance = select_variance + (grad * up).square() * 4 * self.pre_variance
             select_variance = select_variance + 2 * self._stored(select)
+            act, act_variance = (torch.where(lifted, values, 0.0) for values in (act, act_variance))
             other = grad * act
             other_variance = variance * act.square() + grad.square() * act_variance
             other_variance = other_variance + self._stored(other)
@@ -252,14 +284,14 @@ class Block:
 
         hidden = stored(self.activation(stored(_finite(self.pre))))
         if self.up_value is not None:
-            hidden = stored(hidden * stored(_finite(self.up_value)))
+            hidden = stored(hidden * self.activation.factor(stored(_finite(self.up_value))))
         return hidden.abs().sum() / max(self.case.tokens, 1)
 
     def must_not_be_finite(self) -> Tensor:
         """bool [M, E]: outputs of an active neuron that a NaN or Inf reaches."""
-        hidden = (
-            self.activation(self.pre) if self.up_value is None else self.activation(self.pre) * self.up_value
-        )
+        hidden = self.activation(self.pre)
+        if self.up_value is not None:
+            hidden = hidden * self.activation.factor(self.up_value)
         reached = (self.active & ~hidden.isfinite()).any(1, keepdim=True)
         weights = (~self.down.isfinite()).double()
         through = self.active.double() @ weights.mT > 0

@@ -153,6 +153,8 @@ def _stock(case: Case, x, up, down, gate=None, up_bias=None, down_bias=None, gat
     linear, activation = torch.nn.functional.linear, Activation.parse(case.activation)
     hidden = linear(x, up, up_bias)
     activated = activation(hidden if gate is None else linear(x, gate, gate_bias))
+    if case.activation == "drelu":
+        hidden = torch.relu(hidden)
     hidden = activated if gate is None else activated * hidden
     firing = (activated.detach() != 0).reshape(-1, case.neurons).sum(0)
     wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -12,6 +12,7 @@ import torch
 from twell import reference
 from twell.kernels import dense
 
+from ..accuracy import every_activation
 from .__main__ import main
 from .campaign import reproducer, run_cases
 from .case import Case, consistent
@@ -131,8 +132,7 @@ def test_a_record_of_a_run(tmp_path, monkeypatch):
         assert Case.from_json(failure["case"]) == draw("cpu", 5, failure["index"])
 
 
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+@every_activation()
 def test_the_model_of_roundings_computes_the_block(gated, activation):
     """Its values are the oracle's, with which it is compared nowhere else."""
     case = consistent(

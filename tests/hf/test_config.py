@@ -30,7 +30,14 @@ def test_round_trip(config_class, tmp_path):
     assert loaded.neurons_per_layer() == [7, 9]
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
+def test_drelu_is_for_gated_blocks():
+    config = SparseLlamaConfig(**SIZES, sparsity_activation="drelu")
+    assert (config.sparsity_activation, config.hidden_act) == ("drelu", "relu")
+    with pytest.raises(ValueError, match="activation: got 'drelu' for a non-gated block; accepted: 'relu'"):
+        SparseLlamaConfig(**SIZES, sparsity_activation="drelu", sparsity_gated_mlp=False)
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)", "drelu"])
 def test_hidden_act_is_one_that_stock_classes_have(activation):
     assert SparseLlamaConfig(**SIZES, sparsity_activation=activation).hidden_act in ACT2FN
 
@@ -110,7 +117,7 @@ def test_a_stock_config_without_exact_zeros_is_said(tmp_path, caplog, monkeypatc
 
 def test_sparsity_fields_given_to_from_pretrained_are_checked(tmp_path):
     SparseLlamaConfig(**SIZES, sparsity_activation="relu2").save_pretrained(tmp_path)
-    for activation in ("relu", "relu2", "fatrelu(0.1)"):
+    for activation in ("relu", "relu2", "fatrelu(0.1)", "drelu"):
         config = SparseLlamaConfig.from_pretrained(tmp_path, sparsity_activation=activation)
         assert config.sparsity_activation == activation
         assert config.hidden_act == ("relu2" if activation == "relu2" else "relu")

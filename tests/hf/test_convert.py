@@ -100,6 +100,7 @@ def test_to_stock(family, activation, tmp_path):
         ({"sparsity_gated_mlp": False}, "non-gated"),
         ({"sparsity_layer_sizes": [24, 48]}, r"\[24, 48\] neurons"),
         ({"sparsity_activation": "fatrelu(0.1)"}, "fatrelu"),
+        ({"sparsity_activation": "drelu"}, r"model: got activation drelu; accepted: 'relu' \| 'relu2'"),
     ],
 )
 def test_to_stock_of_what_stock_classes_cannot_be(fields, why):
@@ -181,9 +182,24 @@ def test_relufy_of_other_families(family, from_path, tmp_path):
         relufy(sparse)
 
 
+def test_relufy_to_drelu():
+    dense, ids = stock_model(), tokens()
+    sparse = relufy(dense, activation="drelu")
+    assert [mlp.activation.spec for mlp in sparse_mlps(sparse)] == ["drelu"] * 2
+
+    def forward(mlp):
+        return lambda x: mlp.down_proj(torch.relu(mlp.gate_proj(x)) * torch.relu(mlp.up_proj(x)))
+
+    for layer in dense.model.layers:
+        layer.mlp.forward = forward(layer.mlp)
+    torch.testing.assert_close(sparse(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_relufy_of_other_families_refuses():
     with pytest.raises(ValueError, match=r"activation: got fatrelu\(0.1\); accepted: relu or relu2"):
         relufy(OTHERS["mistral"](), activation="fatrelu(0.1)")
+    with pytest.raises(ValueError, match=r"activation: got drelu; accepted: relu or relu2: .* has no drelu"):
+        relufy(OTHERS["mistral"](), activation="drelu")
     encoder = BertModel(BertConfig(**SIZES))
     with pytest.raises(ValueError, match="got a BertModel; accepted: a causal language model"):
         relufy(encoder)

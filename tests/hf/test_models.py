@@ -74,6 +74,7 @@ def test_saved_weights_load_in_the_stock_class(family, dtype, tmp_path):
         {"sparsity_layer_sizes": [24, 72]},
         {"sparsity_gated_mlp": False},
         {"sparsity_activation": "fatrelu(0.1)", "tie_word_embeddings": True},
+        {"sparsity_activation": "drelu"},
         {"mlp_bias": True},
     ],
     ids=lambda fields: "-".join(fields) or "plain",

@@ -95,6 +95,7 @@ KINDS = {
     "SparseMLP, biases": lambda: twell.SparseMLP(D, H, bias=True, activation="relu2"),
     "SparseMLP, non-gated": lambda: twell.SparseMLP(D, H, gated=False, up_bias=True),
     "SparseMLP, fatrelu": lambda: twell.SparseMLP(D, H, activation="fatrelu(0.1)", neuron_major=False),
+    "SparseMLP, drelu": lambda: twell.SparseMLP(D, H, activation="drelu"),
     "gated": Gated,
     "gated, biases": lambda: Gated(bias=True),
     "non-gated": Plain,

@@ -35,13 +35,14 @@ class Plain(nn.Module):
 
 
 class Fused(nn.Module):
-    def __init__(self, split):
+    def __init__(self, split, factor=None):
         super().__init__()
         self.both, self.out, self.split = nn.Linear(D, 2 * H), nn.Linear(H, D), split
+        self.factor = factor or nn.Identity()
 
     def forward(self, x):
         gate, up = self.split(self.both(x))
-        return self.out(up * torch.relu(gate))
+        return self.out(self.factor(up) * torch.relu(gate))
 
 
 class Layer(nn.Module):
@@ -132,6 +133,22 @@ def test_gated(combine, bias):
     check_same(Gated(combine, bias))
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("combine", "projections", "spec"),
+    [
+        (lambda a, b: torch.relu(a) * torch.relu(b), "abc", "drelu"),
+        (lambda a, b: b.clamp_min(0) * functional.relu(a), "abc", "drelu"),
+        (lambda a, b: torch.where(b <= 0, 0, b).mul_(a.relu_()), "abc", "drelu"),
+        (lambda a, b: torch.relu(a) * torch.relu(b - 0.5), "bac", "drelu of gate - 0.5"),
+    ],
+)
+def test_drelu(combine, projections, spec, bias):
+    """The first projection is the gate, unless the other one is shifted."""
+    (block,) = check_same(Gated(combine, bias)).blocks
+    assert (block.activation, block.projections) == (spec, tuple(projections))
+
+
 @pytest.mark.parametrize("activation", [nn.ReLU(), torch.relu, lambda v: functional.relu(v - 0.25)])
 def test_plain(activation):
     check_same(Plain(activation))
@@ -151,8 +168,10 @@ def test_nested_and_sequential():
         lambda v: (v[..., 1::2], v[..., ::2]),
     ],
 )
-def test_gate_and_up_in_one_projection(split):
-    check_same(Fused(split))
+@pytest.mark.parametrize("factor", [None, nn.ReLU()])
+def test_gate_and_up_in_one_projection(split, factor):
+    (block,) = check_same(Fused(split, factor)).blocks
+    assert block.activation == ("relu" if factor is None else "drelu")
 
 
 def test_projections_in_a_layer():
@@ -169,7 +188,14 @@ def test_first_and_last_in_modules_of_their_own():
     ("model", "reason"),
     [
         (Gated(lambda a, b: functional.silu(a) * b), "no exact zeros"),
-        (Gated(lambda a, b: torch.relu(a) * torch.relu(b)), "applied to more than the gate"),
+        (Gated(lambda a, b: torch.relu(a * b)), "applied to more than the gate"),
+        (Gated(lambda a, b: torch.relu(a) * torch.relu(b) * 2), "none of relu"),
+        (Gated(lambda a, b: torch.relu(a).square() * torch.relu(b)), "applied to more than the gate"),
+        (Gated(lambda a, b: torch.relu(a) * functional.leaky_relu(b)), "applied to more than the gate"),
+        (Gated(lambda a, b: torch.relu(a) * functional.threshold(b, 0.5, 0.0)), "more than the gate"),
+        (Gated(lambda a, b: torch.relu(a) * functional.relu6(b)), "applied to more than the gate"),
+        (Gated(lambda a, b: torch.relu(a - 0.5) * torch.relu(b - 0.5)), "none of relu"),
+        (Gated(lambda a, b: torch.relu(a) * b.abs()), "applied to more than the gate"),
         (Gated(lambda a, b: torch.relu(a) + b), ""),
         (Gated(lambda a, b: torch.relu(a) * b.clamp(-7, 7)), ""),
         (Gated(lambda a, b: torch.relu(a) * b.clamp(-100, 100)), ""),
@@ -292,6 +318,20 @@ class TestAdapters:
         assert not sparsify_(Odd()).blocks
         twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w1", up="w3", down="w2"))
         check_same(Odd())
+
+    def test_drelu(self):
+        def describe(gate):
+            names = {"gate": gate, "up": "b", "down": "c"}
+            return lambda module: twell.BlockDescription(**names, activation="drelu")
+
+        twell.register_adapter(Gated)(describe("a"))
+        (block,) = check_same(Gated(lambda a, b: torch.relu(a) * torch.relu(b))).blocks
+        assert block.activation == "drelu"
+        with pytest.raises(ValueError, match="computes something else"):
+            sparsify_(Gated(lambda a, b: torch.relu(a) * b))
+        twell.register_adapter(Gated)(describe(None))
+        with pytest.raises(ValueError, match="activation: got 'drelu' for a non-gated block"):
+            sparsify_(Gated(lambda a, b: torch.relu(b)))
 
     def test_a_wrong_description_changes_nothing(self):
         twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w3", up="w1", down="w2"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from twell.train.config import RunConfig, meanings
+from twell.train.config import ModelConfig, RunConfig, meanings
 from twell.train.data import DataConfig
 
 
@@ -39,6 +39,12 @@ from twell.train.data import DataConfig
 def test_a_bad_setting_is_named(field, value):
     with pytest.raises(ValueError, match=rf"^data\.{field}: got .*; accepted: "):
         DataConfig(**{field: value})
+
+
+def test_drelu_needs_a_gate():
+    assert not ModelConfig(activation="drelu").dense
+    with pytest.raises(ValueError, match=r"^activation: got 'drelu' for a non-gated block; accepted: 'relu'"):
+        ModelConfig(activation="drelu", gated=False)
 
 
 def test_a_list_of_sources_becomes_a_tuple():

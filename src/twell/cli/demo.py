@@ -41,7 +41,9 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
     config = run_config(with_overrides(preset("tiny"), overrides))
     if config.model.dense:
         reject(
-            "model.activation", repr(config.model.activation), "relu | relu2 | fatrelu(T): the demo is sparse"
+            "model.activation",
+            repr(config.model.activation),
+            "relu | relu2 | fatrelu(T) | drelu: the demo is sparse",
         )
     with stopping_at_once(run, console):
         result = train(config, run, console=console)

@@ -15,8 +15,8 @@ from ..activations import Activation
 
 _log = logging.getLogger("twell")
 
-# Stock names of the activations. Stock classes have no fatrelu; relu is the nearest.
-_STOCK_ACTIVATION = {"relu": "relu", "relu2": "relu2", "fatrelu": "relu"}
+# Stock names of the activations. Stock classes have no fatrelu and no drelu; relu is the nearest.
+_STOCK_ACTIVATION = {"relu": "relu", "relu2": "relu2", "fatrelu": "relu", "drelu": "relu"}
 # Stock activations with exact zeros, under every name that configs use.
 EXACT_ZEROS = {"relu": "relu", "relu2": "relu2", "relu_squared": "relu2"}
 
@@ -27,7 +27,7 @@ class SparsityConfig:
 
     sparsity_l1_coeff:     weight of the L1 term of the training loss; initial `l1_weight` of the model.
     sparsity_gated_mlp:    act(gate) * up if True, act(up) if False.
-    sparsity_activation:   "relu", "relu2" or "fatrelu(THRESHOLD)".
+    sparsity_activation:   "relu", "relu2", "fatrelu(THRESHOLD)" or "drelu" (gated only).
     sparsity_layer_sizes:  neurons of every layer; None: intermediate_size in each.
     sparsity_new_intermediate_size:  found in released configs; replaces intermediate_size if above 0.
 
@@ -59,6 +59,7 @@ class SparsityConfig:
         if self.sparsity_new_intermediate_size is not None and self.sparsity_new_intermediate_size > 0:
             self.intermediate_size = self.sparsity_new_intermediate_size
         activation = Activation.parse(self.sparsity_activation)
+        activation.check_gated(self.sparsity_gated_mlp)
         self.sparsity_activation = activation.spec
         stock_name = _STOCK_ACTIVATION[activation.name]
         if EXACT_ZEROS.get(self.hidden_act, "relu") not in ("relu", stock_name):

@@ -32,6 +32,7 @@ _OWN_TO_A_CLASS = ("model_type", "architectures", "auto_map", "transformers_vers
 # Options that find a config outside the Hub's own files. A model class takes no code_revision.
 _CODE_OPTIONS = ("trust_remote_code", "code_revision", "gguf_file")
 _CONFIG_OPTIONS = ("config", "trust_remote_code", "code_revision")
+_NOT_IN_STOCK = ("fatrelu", "drelu")  # activations
 
 
 def relufy(
@@ -51,9 +52,9 @@ def relufy(
 
     model_or_path:  a stock model (its weights are copied, it stays as it is), or a path or Hub name; kwargs
                     then go to `from_pretrained`, for the config too.
-    activation:     "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`; fatrelu for Llama and Qwen2
-                    only. None keeps ReLU or squared ReLU and replaces everything else by ReLU. Replacing one
-                    with exact zeros is logged.
+    activation:     "relu", "relu2", "fatrelu(THRESHOLD)", "drelu" or a `twell.Activation`; fatrelu and drelu
+                    for Llama and Qwen2 only. None keeps ReLU or squared ReLU and replaces everything else by
+                    ReLU. Replacing one with exact zeros is logged.
     l1_coeff:       weight of the L1 term of the loss.
     """
     if isinstance(model_or_path, PreTrainedModel):
@@ -101,8 +102,9 @@ def _relufied_stock(
     if len(chosen) > 1:
         reject("activation", asked, f"one of relu and relu2: {kind} has several ({', '.join(fields)})")
     (activation,) = chosen
-    if activation.name == "fatrelu":
-        reject("activation", activation.spec, f"relu or relu2: the stock class {kind} has no fatrelu")
+    if activation.name in _NOT_IN_STOCK:
+        accepted = f"relu or relu2: the stock class {kind} has no {activation.name}"
+        reject("activation", activation.spec, accepted)
     for name in fields:
         if EXACT_ZEROS.get(getattr(text, name)) != activation.name:
             setattr(text, name, activation.name)
@@ -158,8 +160,9 @@ def to_stock(model: PreTrainedModel) -> PreTrainedModel:
         reject("model", "non-gated blocks", "gated blocks; stock classes have no others")
     if len(sizes) > 1:
         reject("model", f"layers of {sizes} neurons", "one size: stock classes have one intermediate_size")
-    if activation.name == "fatrelu":
-        reject("model", f"activation {activation.spec}", "'relu' | 'relu2': stock classes have no fatrelu")
+    if activation.name in _NOT_IN_STOCK:
+        accepted = f"'relu' | 'relu2': stock classes have no {activation.name}"
+        reject("model", f"activation {activation.spec}", accepted)
     stock_class = _STOCK_CLASS[type(model)]
     stock_config = _converted_config(
         config, stock_class.config_class, hidden_act=config.hidden_act, intermediate_size=sizes[0]

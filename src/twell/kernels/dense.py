@@ -54,7 +54,7 @@ def _projections(args: FfnArgs) -> DenseActivations:
 
 def _finish(args: FfnArgs, pre: Tensor, up: Tensor | None, record: bool) -> FfnOutput:
     activated = args.activation(pre)
-    hidden = activated if up is None else activated * up
+    hidden = activated if up is None else activated * args.activation.factor(up)
     y = _project_down(hidden, args.down, args.down_bias)
     if not record:
         return FfnOutput(y)
@@ -82,7 +82,8 @@ def dense_backward(
     x, gate, activation = args.x, args.gate, args.activation
     pre, up = _projections(args) if kept is None else kept
     activated = activation(pre)
-    hidden = activated if gate is None else activated * up
+    factor = None if gate is None else activation.factor(up)
+    hidden = activated if gate is None else activated * factor
     grad_down = grad_y.mT @ hidden if needed.down and grad_y is not None else None
     grad_down_bias = grad_y.sum(0) if needed.down_bias and grad_y is not None else None
 
@@ -91,8 +92,8 @@ def dense_backward(
     if grad_hidden is not None and gate is None:
         grad_up = activation.backward(grad_hidden, pre)
     elif grad_hidden is not None:
-        grad_gate_pre = activation.backward(grad_hidden * up, pre)
-        grad_up = grad_hidden * activated
+        grad_gate_pre = activation.backward(grad_hidden * factor, pre)
+        grad_up = activation.factor_backward(grad_hidden * activated, up)
     if grad_up is not None and needed.x:
         grad_x = grad_up @ args.up
         if grad_gate_pre is not None:
@@ -159,7 +160,7 @@ def in_place(
         hidden = activation.apply_(select(x, up, up_bias))
     else:
         hidden = activation.apply_(select(x, gate, gate_bias))
-        hidden.mul_(lift(x, up, up_bias))
+        hidden.mul_(activation.factor_(lift(x, up, up_bias)))
     return lower(hidden, down, down_bias)
 
 

@@ -18,14 +18,15 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Recognised(NamedTuple):
-    """activation(pre - shift) is what the function computes."""
+    """activation(pre - shift) is what the function computes; with drelu, times relu(up)."""
 
     activation: Activation
     shift: float = 0.0
 
     @property
     def spec(self) -> str:
-        return f"{self.activation.spec} of x - {self.shift:g}" if self.shift else self.activation.spec
+        shifted = "gate" if self.activation.clamps_up else "x"
+        return f"{self.activation.spec} of {shifted} - {self.shift:g}" if self.shift else self.activation.spec
 
 
 def recognise(function: Function, dtype: torch.dtype, device: torch.device) -> Recognised | str:

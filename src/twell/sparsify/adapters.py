@@ -23,7 +23,7 @@ class BlockDescription:
     """Which projections of a module are its gate, up and down: names below it, of `nn.Linear`s.
 
     gate:       None for a non-gated block.
-    activation: "relu", "relu2", "fatrelu(THRESHOLD)" or a `twell.Activation`.
+    activation: "relu", "relu2", "fatrelu(THRESHOLD)", "drelu" (gated blocks only) or a `twell.Activation`.
     """
 
     up: str
@@ -75,6 +75,7 @@ def described(module: nn.Module) -> Proven | None:
         if reason is not None:
             raise NotABlockError(reason)
     activation = Activation.parse(description.activation)
+    activation.check_gated(roles.gate is not None)
     return Proven(roles, Recognised(activation), random_in_training=not _check(module, roles, activation))
 
 
@@ -102,7 +103,8 @@ def _check(module: nn.Module, roles: Roles, activation: Activation) -> bool:
         with torch.no_grad(), torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
             for child, _mode in modes:
                 child.training = False
-            wanted = down(activation(up(x)) if gate is None else activation(gate(x)) * up(x))
+            hidden = activation(up(x)) if gate is None else activation(gate(x)) * activation.factor(up(x))
+            wanted = down(hidden)
             found = type(module).forward(module, x)
             for child, _mode in modes:
                 child.training = True

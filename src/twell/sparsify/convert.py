@@ -91,7 +91,7 @@ def sparsify_(
         print(twell.sparsify_(model))
 
     Blocks are recognised by what their code computes, not by names: gated or not, with ReLU, squared ReLU,
-    fatrelu or a shifted ReLU. Everything else stays stock, and so do parameters, names and state-dict keys:
+    fatrelu, a shifted ReLU or dReLU. Everything else stays stock, and so do parameters, names and keys:
     `save_pretrained`, optimisers, `torch.compile` and `generate` go on as before. Where a block cannot run on
     our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA,
     put on before or after, runs on our kernels too.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..activations import Activation
 from ..projections import base_of, is_linear, stock_class
 from .activation_probe import Recognised, recognise
 from .roles import Place, Role, Roles
@@ -229,7 +230,8 @@ def _find_down(trial: _Trial) -> Place:
 
 
 def _find_gate(trial: _Trial, others: list[Place], down: Place) -> tuple[Roles, Recognised]:
-    """The gate is the projection whose negative values vanish; the other one multiplies."""
+    """The gate is the projection whose negative values vanish; the other one multiplies, as it is or through
+    ReLU. Where both go through ReLU, the first one is the gate."""
     neurons = sizes(down.module)[1]
     last = Role(down, linear=is_linear(down.module))
     firsts = [Role(place, linear=is_linear(place.module)) for place in others]
@@ -252,10 +254,14 @@ def _find_gate(trial: _Trial, others: list[Place], down: Place) -> tuple[Roles, 
         recognised = _activation_of(trial, down, gate, up)
         if isinstance(recognised, str):
             refusal = refusal or recognised
-        elif _multiplies(trial, down, gate, up):
-            return Roles(gate, up, last), recognised
-        else:
-            refusal = "its activation is applied to more than the gate"
+            continue
+        candidates = [recognised]
+        if recognised.activation.name == "relu":
+            candidates.append(recognised._replace(activation=Activation("drelu")))
+        for found in candidates:
+            if _multiplies(trial, down, gate, up, found.activation):
+                return Roles(gate, up, last), found
+        refusal = "its activation is applied to more than the gate"
     raise NotABlockError(refusal)
 
 
@@ -266,13 +272,16 @@ def _activation_of(trial: _Trial, down: Place, gate: Role, up: Role | None) -> R
     return recognise(respond, trial.dtype, trial.device)
 
 
-def _multiplies(trial: _Trial, down: Place, gate: Role, up: Role) -> bool:
-    """Whether what reaches the last projection is proportional to up, negative values included."""
+def _multiplies(trial: _Trial, down: Place, gate: Role, up: Role, activation: Activation) -> bool:
+    """Whether what reaches the last projection is proportional to the factor of `activation`: to up, negative
+    values included, or to relu(up). A closed gate lets nothing through."""
     reach = math.log10(torch.finfo(trial.dtype).max) - 2  # times 16, a squared 4, it still fits
     large = torch.logspace(-2, reach, 512, dtype=torch.float64).to(trial.x)
     values = torch.cat([trial.random(64).reshape(-1), large, -large])
     scale = _ask(trial, down, torch.ones_like(values), up, gate, 4.0)
-    return torch.equal(_ask(trial, down, values, up, gate, 4.0), values * scale)
+    if not torch.equal(_ask(trial, down, values, up, gate, 4.0), activation.factor(values) * scale):
+        return False
+    return not bool(_ask(trial, down, values, up, gate, -4.0).any())
 
 
 def _ask(
@@ -299,14 +308,14 @@ def _ask(
 
 
 def _check_product(trial: _Trial, roles: Roles, recognised: Recognised) -> None:
-    """On random values, all of it at once: hidden = activation(gate - shift) * up."""
+    """On random values, all of it at once: hidden = activation(gate - shift) * up, or * relu(up)."""
     results = trial.random_results()
     output, given = trial.run(results)
     selector = roles.up if roles.gate is None else roles.gate
     pre = _rows(results[selector.place], selector)
     hidden = recognised.activation(pre - recognised.shift if recognised.shift else pre)
     if roles.gate is not None:
-        hidden = hidden * _rows(results[roles.up.place], roles.up)
+        hidden = hidden * recognised.activation.factor(_rows(results[roles.up.place], roles.up))
     if not _same(given[roles.down.place][0], hidden) or not _same(output, results[roles.down.place]):
         raise NotABlockError("it does more than a feed-forward block does")
 

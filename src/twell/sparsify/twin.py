@@ -121,4 +121,4 @@ class BlockTwin(SparseMLP):
 
         pre = result(up if gate is None else gate)
         hidden = self.activation(pre - self._shift if self._shift else pre)
-        return down.module(hidden if gate is None else hidden * result(up))
+        return down.module(hidden if gate is None else hidden * self.activation.factor(result(up)))

@@ -46,7 +46,7 @@ class ModelConfig:
     kv_heads: int | None = setting(None, "Key and value heads; null: as many as heads.")
     gated: bool = setting(True, "Whether feed-forward blocks have a gate.")
     activation: str = setting(
-        "relu", "relu, relu2 or fatrelu(THRESHOLD); silu and gelu give a stock dense model."
+        "relu", "relu, relu2, fatrelu(THRESHOLD) or drelu; silu and gelu give a stock dense model."
     )
     positions: int = setting(2048, "Longest sequence that the model can read.")
     tie_embeddings: bool = setting(True, "Whether input and output embeddings share their weights.")
@@ -68,7 +68,7 @@ class ModelConfig:
         if self.init_from is None:
             self._check_heads()
         if not self.dense:
-            Activation.parse(self.activation)
+            Activation.parse(self.activation).check_gated(self.gated)
         elif not self.gated:
             reject("model.gated", False, f"true with activation {self.activation!r}: stock models are gated")
 

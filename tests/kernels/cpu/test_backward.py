@@ -16,7 +16,7 @@ from twell.layer_state import LayerState
 from twell.problem import Decision, FfnArgs, Saved
 from twell.synthetic import make_ffn
 
-from ...accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, every_activation, stock_dense
 
 NAMES = FfnArgs._fields[:-1]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -133,8 +133,7 @@ def test_matches_the_oracle(taken, dtype, tokens, nnz):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
-@pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+@every_activation()
 @pytest.mark.parametrize("biases", [True, False])
 def test_variants(taken, dtype, gated, activation, biases):
     check(block(gated=gated, activation=activation, biases=biases, dtype=dtype, seed=3))
@@ -251,8 +250,7 @@ class TestNonFinite:
         return [None if g is None else ~g.isfinite() for g in ours]
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    @pytest.mark.parametrize("gated", [True, False])
-    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+    @every_activation()
     def test_in_the_gradient(self, taken, value, gated, activation):
         args = block(gated=gated, activation=activation, biases=True)
         grad_y = seed_of(args)
@@ -262,17 +260,20 @@ class TestNonFinite:
         active = args.activation(pre) != 0
         assert active.any()
         assert x.any(1).nonzero().tolist() == [[5]]
-        assert torch.equal(up.all(1), active)
-        assert torch.equal(up_bias, active)
+        lifted = active
+        if activation == "drelu":
+            lifted = active & (torch.nn.functional.linear(args.x, args.up, args.up_bias)[5] > 0)
+            assert not torch.equal(lifted, active)
+        assert torch.equal(up.all(1), lifted)
+        assert torch.equal(up_bias, lifted)
         assert torch.equal(down[7], active)
         assert down_bias.nonzero().tolist() == [[7]]
         assert gate is None or torch.equal(gate.all(1), active)
         assert gate_bias is None or torch.equal(gate_bias, active)
         assert taken
 
-    @pytest.mark.parametrize("gated", [True, False])
+    @every_activation()
     @pytest.mark.parametrize("operand", ["x", "selector"])
-    @pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
     def test_a_nan_before_the_activation_is_active(self, taken, gated, operand, activation):
         args = block(gated=gated, activation=activation, biases=True)
         getattr(args, operand)[11, 2] = float("nan")  # a token with all its neurons, or the other way round

@@ -167,11 +167,14 @@ def hopper() -> None:
     call(MANY)
     for tokens, hidden, biased in ((1, 2048, False), (32, 4096, True), (64, 2048, False)):
         call(tokens, hidden=hidden, biased=biased, activation="relu2" if biased else "relu")
+    for tokens in (1, 64, MANY):
+        call(tokens, hidden=4096 if tokens == 64 else HIDDEN, activation="drelu")
     call(MANY, trained=True, biased=True, recorded=True, rows=64)
     with mock.patch.object(sizes, "ONE_ROUND_BYTES", 0):
         call(MANY, trained=True, biased=True, activation="relu2")
         with mock.patch.object(training_step, "_expects_overflow", return_value=False):
             call(MANY, trained=True, added_up=True)
+            call(MANY, trained=True, activation="drelu")
 
 
 def portable() -> None:
@@ -183,12 +186,15 @@ def portable() -> None:
         call(tokens, hidden=hidden)
     call(MANY, hidden=hidden, path="row")
     call(MANY, hidden=hidden, path="row", activation="fatrelu(0.5)", neurons=NEURONS + 16)
+    for tokens, path in ((1, "block"), (64, "block"), (MANY, "block"), (MANY, "row")):
+        call(tokens, hidden=hidden, path=path, activation="drelu")
 
 
 def training() -> None:
     with mock.patch.object(sizes, "ONE_ROUND_BYTES", 0):
         call(MANY, hidden=HIDDEN + 16, trained=True, biased=True, recorded=True)
     call(MANY, hidden=HIDDEN + 16, trained=True, added_up=True)
+    call(MANY, hidden=HIDDEN + 16, trained=True, activation="drelu")
 
 
 CALLS = {"80": (portable, training), "90": (portable,), "100": (portable, training), "hopper": (hopper,)}

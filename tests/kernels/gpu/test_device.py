@@ -9,6 +9,8 @@ from twell import Plan, SparseMLP, ffn, ffn_with_stats, recorded_paths, referenc
 from twell.layer_state import layer_of
 from twell.synthetic import firing_rates
 
+from ...accuracy import every_activation
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -87,8 +89,7 @@ def test_block_path_over_the_grid(hidden, neurons):
 
 @pytest.mark.parametrize("rows", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
+@every_activation()
 def test_variants(rows, dtype, gated, activation):
     hidden, neurons = 512, 1544  # 1544 = 6 * 256 + 8
     up, down, gate = weights(hidden, neurons, dtype, gated)

@@ -14,7 +14,7 @@ from twell.layer_state import Reading
 from twell.problem import Decision, FfnArgs
 from twell.synthetic import make_ffn
 
-from ...accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, every_activation, stock_dense
 
 HIDDEN, NEURONS = 40, 104  # neither is a multiple of a tile
 
@@ -44,8 +44,7 @@ def test_matches_the_oracle(interpreted, dtype, gated, tokens, rows):
     check(tensors, biases, "relu", Plan(path="block", block_rows=rows, backend=interpreted))
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@every_activation()
 @pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
 def test_activations_and_biases(interpreted, activation, gated, rows):
     # float32: in 16 bits a pre-activation next to the threshold may fall on either side of it
@@ -72,15 +71,34 @@ def test_a_nan_gate_reaches_the_output(interpreted, rows):
 
 
 @pytest.mark.parametrize("rows", [0, 16], ids=["decode", "block"])
-def test_an_inactive_token_keeps_its_zero_beside_an_infinite_up(interpreted, rows):
+@pytest.mark.parametrize("activation", ["relu", "drelu"])
+def test_an_inactive_token_keeps_its_zero_beside_an_infinite_up(interpreted, rows, activation):
     """Token 1 activates neuron 0, token 0 does not; token 0's up value overflows: 0 x inf must stay 0."""
     up, gate, x = torch.zeros(8, 8), torch.zeros(8, 8), torch.zeros(2, 8)
     x[:, 0] = torch.tensor([-1.0, 1.0])
     gate[0, 0] = 1.0
     x[0, 1] = up[0, 1] = 3e38  # their product is infinite in float32
     down = torch.ones(8, 8)
-    y = ffn(x, up, down, gate, plan=Plan(path="block", block_rows=rows, backend=interpreted))
+    plan = Plan(path="block", block_rows=rows, backend=interpreted)
+    y = ffn(x, up, down, gate, activation=activation, plan=plan)
     assert torch.equal(y[0], torch.zeros(8))
+
+
+@pytest.mark.parametrize("path", ["decode", "block", "row"])
+def test_drelu_clamps_up_and_keeps_its_nan(interpreted, path):
+    """Gate and up of one neuron, token by token: what is inactive or clamped is exactly 0, a NaN stays."""
+    x, gate, up = (torch.zeros(rows, 16, dtype=torch.float16) for rows in (5, 8, 8))
+    x[:, 0], x[:, 1] = torch.tensor([2, 2, 2, -2, -2]), torch.tensor([3, -3, 0, 3, -3])
+    gate[3, 0] = up[3, 1] = 1.0
+    rows = 16 if path == "block" else 0
+    plan = Plan(path="row" if path == "row" else "block", block_rows=rows, backend=interpreted)
+    up_bias, down = torch.zeros(8).half(), torch.ones(8, 8).half()
+    y = ffn(x, up, down, gate, activation="drelu", up_bias=up_bias, plan=plan)
+    assert y[:, 0].tolist() == [6.0, 0.0, 0.0, 0.0, 0.0]
+    up_bias[3] = float("nan")
+    y = ffn(x, up, down, gate, activation="drelu", up_bias=up_bias, plan=plan)
+    assert y.isnan().all(1).tolist() == [True, True, True, False, False]
+    assert not y[3:].any()
 
 
 def test_strided_operands(interpreted):
@@ -235,8 +253,10 @@ def test_numbers_of_kinds_are_given_once():
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 9000])
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("spec", ["relu", "relu2", "fatrelu(0.3)"])
+@pytest.mark.parametrize("spec", ["relu", "relu2", "fatrelu(0.3)", "drelu"])
 def test_fused_hidden_values_are_those_of_pytorch(spec, gated, size):
+    if spec == "drelu" and not gated:
+        pytest.skip("it has a gate")
     activation = Activation.parse(spec)
     fused = fused_hidden(activation, torch.float16, gated)
     if fused is None:
@@ -246,7 +266,7 @@ def test_fused_hidden_values_are_those_of_pytorch(spec, gated, size):
     if size > 3:
         pre[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
         up[2:5] = float("inf")
-    expected = activation(pre) * up if gated else activation(pre)
+    expected = activation(pre) * activation.factor(up) if gated else activation(pre)
     found = fused(pre, up if gated else None)
     assert found is pre
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

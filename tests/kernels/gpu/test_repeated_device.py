@@ -351,8 +351,11 @@ def test_the_op_of_a_graph_repeats(monkeypatch, count, plan, mode):
 
 
 @pytest.mark.usefixtures("no_grad")
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@pytest.mark.parametrize(
+    ("activation", "gated"),
+    [(name, gated) for name in ("relu", "relu2", "fatrelu(0.1)") for gated in (True, False)]
+    + [("drelu", True)],
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_repeated_dense_calls_have_the_bits_of_the_first(dtype, gated, activation):
     module = SparseMLP(

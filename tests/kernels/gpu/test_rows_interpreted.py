@@ -16,7 +16,7 @@ from twell.kernels.gpu.row import run as rows
 from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
 
-from ...accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, every_activation, stock_dense
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="with a GPU the kernels themselves are tested"
@@ -100,8 +100,7 @@ def test_words_hold_the_activations(form, shift, compression):
     check_words(words, selector_activations(tensors, biases, "relu"), compression)
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(3)"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@every_activation(3)
 def test_words_of_every_activation(form, activation, gated):
     tensors, biases = integers(neurons=128, gated=gated, seed=1)  # whole tiles
     words = rows.packed_words(operands_of(tensors, biases, activation))
@@ -165,8 +164,7 @@ def test_matches_the_oracle(nnz, gated):
     check(make_ffn(tokens, HIDDEN, NEURONS, nnz, gated=gated, dtype=torch.float16, seed=2).operands())
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(3)"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@every_activation(3)
 @pytest.mark.parametrize("shift", [SOME, MANY], ids=["some", "overflowing"])
 def test_activations_and_biases(activation, gated, shift):
     tensors, biases = integers(tokens=4, shift=shift, gated=gated, seed=3)

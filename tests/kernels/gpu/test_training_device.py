@@ -21,6 +21,7 @@ from twell import (
 from twell.activations import Activation
 from twell.kernels.gpu import sizes
 
+from ...accuracy import every_activation
 from ...training import expect_overflow
 from .test_device import fire, tokens_of, weights
 
@@ -60,6 +61,7 @@ def stock(activation="relu"):
         # As a model does it: one hidden tensor, to which the gradients of y and of L1 flow back.
         linear, act = torch.nn.functional.linear, Activation.parse(activation)
         hidden = linear(x, up, up_bias)
+        hidden = torch.relu(hidden) if activation == "drelu" else hidden
         hidden = act(hidden) if gate is None else act(linear(x, gate, gate_bias)) * hidden
         return linear(hidden, down, down_bias), hidden.abs().sum(dtype=torch.float32) / x.shape[0]
 
@@ -76,11 +78,15 @@ def ours(activation="relu", plan=BLOCK):
 
 
 def ambiguous(activation, x, up, down, gate=None, up_bias=None, down_bias=None, gate_bias=None):
-    """bool [M]: tokens with a pre-activation within a rounding of the threshold."""
+    """bool [M]: tokens with a pre-activation within a rounding of the threshold, or of drelu's up of 0."""
     selector, bias = (up, up_bias) if gate is None else (gate, gate_bias)
     pre = x.float() @ selector.float().mT - Activation.parse(activation).threshold
     pre = pre if bias is None else pre + bias.float()
-    return (pre.abs() < 2e-5).any(1)
+    near = (pre.abs() < 2e-5).any(1)
+    if activation == "drelu":
+        lifted = x.float() @ up.float().mT
+        near |= ((lifted if up_bias is None else lifted + up_bias.float()).abs() < 2e-5).any(1)
+    return near
 
 
 def assert_accurate(tensors, activation="relu", plan=BLOCK):
@@ -160,8 +166,7 @@ def test_many_tokens():
         assert_accurate((tokens_of(16384, 2048), up, down, gate))
 
 
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.1)"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@every_activation(0.1)
 def test_activations_and_biases(activation, gated):
     up, down, gate = weights(1024, 4096)
     fire(gate if gated else up, 100)

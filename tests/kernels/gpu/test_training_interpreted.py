@@ -26,7 +26,7 @@ from twell.kernels.gpu import sizes
 from twell.layer_state import layer_of
 from twell.problem import Decision
 
-from ...accuracy import assert_accurate, stock_dense
+from ...accuracy import assert_accurate, every_activation, stock_dense
 from ...training import SMALL, assert_gradients_accurate, assert_l1_alone, block, expect_overflow, gradients
 from .test_interpreted import NEURONS
 
@@ -51,8 +51,7 @@ def test_matches_the_oracle(interpreted, dtype, gated, tokens):
 
 
 @pytest.mark.usefixtures("rounds")
-@pytest.mark.parametrize("activation", ["relu", "relu2", "fatrelu(0.25)"])
-@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+@every_activation()
 def test_activations_and_biases(interpreted, activation, gated):
     check(block(21, dtype=torch.float32, gated=gated, bias=True), activation, interpreted)
 

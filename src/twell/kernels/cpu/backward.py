@@ -103,20 +103,21 @@ class _Pairs:
         self._neurons = pattern.flat // max(args.x.shape[0], 1)
 
         activated = activation(pre)
-        self._hidden, up = activated, None
+        self._hidden, up, factor = activated, None, None
         if args.gate is not None:
             up = sampled_dot(args.up, args.x, pattern, pattern.columns)
             if args.up_bias is not None:
                 up += args.up_bias.index_select(0, self._neurons)
-            self._hidden = activated * up
+            factor = activation.factor(up)
+            self._hidden = activated * factor
         grad_hidden = sampled_dot(args.down.mT, grad_y, pattern, pattern.columns)
         if l1_step is not None:
             grad_hidden += self._hidden.sign() * l1_step
         if up is None:
             self._grad_up, self._grad_gate = activation.backward(grad_hidden, pre), None
         else:
-            self._grad_up = grad_hidden * activated
-            self._grad_gate = activation.backward(grad_hidden * up, pre)
+            self._grad_up = activation.factor_backward(grad_hidden * activated, up)
+            self._grad_gate = activation.backward(grad_hidden * factor, pre)
 
     def grad_x(self) -> Tensor:
         """[m, D]: sums per token, so the pairs are sorted by token first."""

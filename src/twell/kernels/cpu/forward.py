@@ -158,7 +158,7 @@ def finish_single_row(
     hidden = activated[0].index_select(0, neurons).to(wide)
     if weights.gated:
         up = torch.mv(weights.gather_up(neurons).to(wide), x[0].to(wide))
-        hidden *= weights.add_up_bias(up, neurons)
+        hidden *= weights.up_factor(up, neurons)
     if stats is not None:
         stats.add_hidden(hidden)
         stats.firing[neurons] += 1
@@ -173,7 +173,7 @@ def finish_row(
     if weights.gated:
         up, columns = weights.up_rows(pattern)
         dots = sampled_dot(x.to(weights.wide_dtype), up, pattern, columns)
-        hidden *= weights.add_up_bias(dots, pattern.columns)
+        hidden *= weights.up_factor(dots, pattern.columns)
     down, columns = weights.down_rows(pattern)
     if stats is not None:
         stats.add_hidden(hidden)
@@ -192,7 +192,7 @@ def finish_block(
         hidden = activated[rows].index_select(1, union).to(wide)
         if weights.gated:
             up = weights.gather_up(union).to(wide)
-            hidden *= weights.add_up_bias(x[rows].to(wide) @ up.mT, union)
+            hidden *= weights.up_factor(x[rows].to(wide) @ up.mT, union)
         outputs.append(weights.finish(hidden @ weights.gather_down(union).to(wide)))
         if stats is not None:
             stats.add_hidden(hidden)

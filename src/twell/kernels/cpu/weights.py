@@ -93,7 +93,9 @@ class WeightViews:
         return args.activation.apply_(pre)
 
     def project_up(self, x: Tensor) -> Tensor:
-        return self._project("up", x, self._args.up, self._args.up_bias)
+        """What multiplies the activation of the gate."""
+        args = self._args
+        return args.activation.factor_(self._project("up", x, args.up, args.up_bias))
 
     def project_down(self, hidden: Tensor) -> Tensor:
         """y [m, D_out] of x's dtype, with the bias."""
@@ -151,12 +153,14 @@ class WeightViews:
             self._copies[name] = make()
         return self._copies[name]
 
-    # Biases.
+    # Biases, and what is done to finished sums.
 
-    def add_up_bias(self, values: Tensor, neurons: Tensor) -> Tensor:
-        """Add up_bias[neurons] along the last dimension."""
+    def up_factor(self, products: Tensor, neurons: Tensor) -> Tensor:
+        """What multiplies the activation of the gate, from x up^T, of these neurons along the last dimension;
+        may change `products`."""
         bias = self._args.up_bias
-        return values if bias is None else values + bias.index_select(0, neurons)
+        up = products if bias is None else products + bias.index_select(0, neurons)
+        return self._args.activation.factor_(up)
 
     def finish(self, result: Tensor) -> Tensor:
         """`result`, in `wide_dtype`, plus the down bias, in the dtype of x."""

@@ -289,6 +289,7 @@ class BackwardLaunches:
             "HAS_L1": self.grad_l1 is not None,
             "GATED": self.gated,
             "SQUARE": operands.square,
+            "CLAMP_UP": operands.clamp_up,
             "RARE": rare,
             "CHUNK": tiles.chunk,
             "ENTRIES": tiles.entries,

@@ -138,6 +138,7 @@ class BlockLaunches:
         arguments = self.up_arguments(Tiled(x, [tiles.rows, tiles.up_depth], by_tokens=True))
         constants = {
             "HAS_BIAS": operands.up_bias is not None,
+            "CLAMP_UP": operands.clamp_up,
             "CHUNK": self.chunk,
             "ROWS": tiles.rows,
             "DEPTH": tiles.up_depth,

@@ -173,6 +173,7 @@ def select_constants(operands: Operands) -> dict[str, bool]:
         "HAS_UP_BIAS": operands.up_bias is not None,
         "GATED": operands.up is not None,
         "SQUARE": operands.square,
+        "CLAMP_UP": operands.clamp_up,
     }
 
 

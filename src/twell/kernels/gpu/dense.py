@@ -15,7 +15,6 @@ from .triton.hidden import hidden_values
 
 _SPAN = 4096  # numbers of one program
 _LARGE = 2**31  # from here on their number is another type of argument
-_ACTIVATIONS = ("relu", "relu2", "fatrelu")
 
 
 def fused_hidden(
@@ -24,16 +23,16 @@ def fused_hidden(
     """(pre [..., H], up [..., H] or None) -> hidden values, in the memory of pre; both contiguous, on the
     current device. None where one operation of PyTorch does the same, or the kernel is not made for it."""
     square = activation.name == "relu2"
-    if activation.name not in _ACTIVATIONS or dtype.itemsize != 2 or not (gated or square):
+    if dtype.itemsize != 2 or not (gated or square):
         return None
     threshold = largest_at_most(activation.threshold, dtype)
-    constants = {"GATED": gated, "SQUARE": square, "SPAN": _SPAN}
+    constants = {"GATED": gated, "SQUARE": square, "CLAMP_UP": activation.clamps_up, "SPAN": _SPAN}
 
     def hidden(pre: Tensor, up: Tensor | None) -> Tensor:
         size = pre.numel()
         if size:
             arguments = pre, pre if up is None else up, size, threshold
-            kind = dtype, gated, square, size < _LARGE
+            kind = dtype, gated, square, activation.clamps_up, size < _LARGE
             launch(kind, hidden_values, (cdiv(size, _SPAN),), arguments, constants, num_warps=4)
         return pre
 

@@ -16,6 +16,7 @@ class Operands:
     """x [M, D]; select, up [H, D]; down [H, E], neuron-major; all contiguous. `up` is None if not gated.
 
     threshold, square: the activation is where(v <= threshold, 0, v), squared if `square`.
+    clamp_up: whether it is multiplied by relu(up) instead of up.
     """
 
     x: Tensor
@@ -27,6 +28,7 @@ class Operands:
     down_bias: Tensor | None
     threshold: float
     square: bool
+    clamp_up: bool
 
     @property
     def tokens(self) -> int:
@@ -46,7 +48,7 @@ class Operands:
 
     @property
     def plain(self) -> bool:
-        """Whether the activation is relu."""
+        """Whether the activation of the selector is relu."""
         return self.threshold == 0 and not self.square
 
     @property
@@ -60,6 +62,7 @@ class Operands:
             self.up is None,
             self.threshold,
             self.square,
+            self.clamp_up,
             self.select_bias is None,
             self.up_bias is None,
             self.down_bias is None,
@@ -88,6 +91,7 @@ def prepare(args: FfnArgs) -> Operands:
         down_bias=readable(args.down_bias),
         threshold=largest_at_most(activation.threshold, args.x.dtype),
         square=activation.name == "relu2",
+        clamp_up=activation.name == "drelu",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .common import activate, add
+from .common import activate, add, factor_of
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -30,6 +30,7 @@ def combine_hopper(
     HAS_L1: gl.constexpr,
     GATED: gl.constexpr,
     SQUARE: gl.constexpr,
+    CLAMP_UP: gl.constexpr,
     RARE: gl.constexpr,
     CHUNK: gl.constexpr,
     ENTRIES: gl.constexpr,
@@ -59,13 +60,14 @@ def combine_hopper(
         if GATED:
             activated = hidden
             up = gl.load(cell + 2 * plane).to(gl.float32)
-            hidden = (activated * up).to(DTYPE).to(gl.float32)
+            factor = factor_of(up, CLAMP_UP)
+            hidden = (activated * factor).to(DTYPE).to(gl.float32)
         if HAS_L1:
             sign = gl.where(hidden > 0.0, pull, gl.where(hidden < 0.0, -pull, 0.0))
             grad += sign  # not rounded: it is often less than half a unit of the sum
         grad_pre = grad
         if GATED:
-            grad_pre = (grad * up).to(DTYPE).to(gl.float32)
+            grad_pre = (grad * factor).to(DTYPE).to(gl.float32)
         if SQUARE:
             grad_pre = grad_pre * (2.0 * pre)
         # Inactive tokens keep exact zeros, whatever their up values and gradients are.
@@ -73,7 +75,10 @@ def combine_hopper(
         grad_pre = gl.where(active, grad_pre, 0.0).to(DTYPE)
         gl.store(cell + plane, grad_pre)
         if GATED:
-            grad_up = gl.where(active, grad * activated, 0.0).to(DTYPE)
+            grad_up = grad * activated
+            if CLAMP_UP:
+                grad_up = gl.where(up <= 0.0, 0.0, grad_up)
+            grad_up = gl.where(active, grad_up, 0.0).to(DTYPE)
             gl.store(cell + 2 * plane, grad_up)
         if RARE:
             offset = gl.load(offsets + neuron, mask=listed, other=-1)

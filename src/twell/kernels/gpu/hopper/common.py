@@ -34,6 +34,14 @@ def activate(pre, threshold, SQUARE: gl.constexpr):
     return value
 
 
+@gluon.jit
+def factor_of(up, CLAMP_UP: gl.constexpr):
+    """What multiplies the activation of the gate; a NaN stays."""
+    if CLAMP_UP:
+        up = gl.where(up <= 0.0, 0.0, up)
+    return up
+
+
 @gluon.constexpr_function
 def copy_layout(columns):
     """A warpgroup that copies rows of so many 16-bit columns, 16 bytes a thread."""

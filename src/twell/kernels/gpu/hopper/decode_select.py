@@ -18,6 +18,7 @@ from .common import (
     add,
     add_product,
     arrived,
+    factor_of,
     finish,
     make_ring,
     reinterpret,
@@ -121,6 +122,7 @@ def _consume(
     HAS_UP_BIAS: gl.constexpr,
     GATED: gl.constexpr,
     SQUARE: gl.constexpr,
+    CLAMP_UP: gl.constexpr,
     GATHERED: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
@@ -163,7 +165,8 @@ def _consume(
                 if HAS_UP_BIAS:
                     shift = gl.load(up_bias + first + across, mask=first + across < H, other=0.0)
                     factor += shift.to(gl.float32)[:, None]
-                value = gl.where(value == 0.0, 0.0, value * factor.to(DTYPE).to(gl.float32))
+                factor = factor_of(factor.to(DTYPE).to(gl.float32), CLAMP_UP)
+                value = gl.where(value == 0.0, 0.0, value * factor)
         if count > 0:
             place = gl.convert_layout(slot, gl.SliceLayout(1, ACC))
             cell = values + _cell(place, tile, tiles, ROWS)[:, None] + token[None, :] * 8
@@ -171,7 +174,9 @@ def _consume(
             if GATED and GATHERED > 0:  # noqa: SIM102 - decided by the compiler, the next when it runs
                 if count <= GATHERED:
                     found = (slot, neuron, tile, tiles, count)
-                    _gather_up(weights, target, x_ring, found, sizes, HAS_UP_BIAS, GATHERED, RESIDENT)
+                    _gather_up(
+                        weights, target, x_ring, found, sizes, HAS_UP_BIAS, CLAMP_UP, GATHERED, RESIDENT
+                    )
 
 
 @gluon.jit
@@ -196,6 +201,7 @@ def _gather_up(
     found,
     sizes,
     HAS_BIAS: gl.constexpr,
+    CLAMP_UP: gl.constexpr,
     GATHERED: gl.constexpr,
     RESIDENT: gl.constexpr,
 ):
@@ -260,7 +266,8 @@ def _gather_up(
     if HAS_BIAS:
         which = gl.convert_layout(listed, gl.SliceLayout(0, SUM))
         factor += gl.load(bias + which, mask=entry < count, other=0.0).to(gl.float32)[None, :]
-    hidden = gl.where(gate == 0.0, 0.0, gate * factor.to(DTYPE).to(gl.float32))
+    factor = factor_of(factor.to(DTYPE).to(gl.float32), CLAMP_UP)
+    hidden = gl.where(gate == 0.0, 0.0, gate * factor)
     gl.store(cell, hidden.to(DTYPE), mask=inside)
 
 
@@ -285,6 +292,7 @@ def decode_select_up_hopper(
     HAS_UP_BIAS: gl.constexpr,
     GATED: gl.constexpr,
     SQUARE: gl.constexpr,
+    CLAMP_UP: gl.constexpr,
     X_TILES: gl.constexpr,
     GATHERED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -324,6 +332,7 @@ def decode_select_up_hopper(
                     HAS_UP_BIAS,
                     GATED,
                     SQUARE,
+                    CLAMP_UP,
                     GATHERED,
                     RESIDENT,
                 ),

@@ -54,6 +54,7 @@ def launch_up(launches: BlockLaunches, x: Tensor) -> None:
     arguments = launches.up_arguments(tiled(x, [launches.tiles.rows, PRODUCTS_DEPTH], by_tokens=True))
     constants = {
         "HAS_BIAS": operands.up_bias is not None,
+        "CLAMP_UP": operands.clamp_up,
         "CHUNK": launches.chunk,
         "W_LAYOUT": layout(launches.chunk, PRODUCTS_DEPTH, x.dtype),
         "STAGES": PRODUCTS_STAGES,

@@ -15,7 +15,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .common import add_product, arrived, copy_layout, fill, finish, make_ring, stored_layout
+from .common import add_product, arrived, copy_layout, factor_of, fill, finish, make_ring, stored_layout
 
 PRODUCTS_DEPTH = 64  # features of one step
 PRODUCTS_STAGES = 6  # what fits
@@ -106,7 +106,16 @@ def _load_up(x_desc, w, queue, ring, H, D, chunks_per_block):
 
 @gluon.jit
 def _multiply_up(
-    target, queue, ring, turns, H, D, chunks_per_block, TURN: gl.constexpr, HAS_BIAS: gl.constexpr
+    target,
+    queue,
+    ring,
+    turns,
+    H,
+    D,
+    chunks_per_block,
+    TURN: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    CLAMP_UP: gl.constexpr,
 ):
     """Items number TURN, TURN + 2, ... of this program."""
     bias, values, hidden = target
@@ -146,7 +155,7 @@ def _multiply_up(
                 acc += gl.convert_layout(shift, gl.SliceLayout(1, acc.type.layout))[:, None]
             up = gl.convert_layout(acc.to(DTYPE), OUT).to(gl.float32)
             wide = gate.to(gl.float32)
-            product = gl.where(wide == 0.0, 0.0, wide * up).to(DTYPE)
+            product = gl.where(wide == 0.0, 0.0, wide * factor_of(up, CLAMP_UP)).to(DTYPE)
             # Rows past the list are zero: the down product reads whole steps.
             row = hidden + (block.to(gl.int64) * chunks_per_block * NEURONS + first) * ROWS
             gl.store(row + (entry * ROWS)[:, None] + token[None, :], product)
@@ -167,6 +176,7 @@ def up_blocks_hopper(
     D,
     chunks_per_block,
     HAS_BIAS: gl.constexpr,
+    CLAMP_UP: gl.constexpr,
     CHUNK: gl.constexpr,
     W_LAYOUT: gl.constexpr,
     STAGES: gl.constexpr,
@@ -177,8 +187,8 @@ def up_blocks_hopper(
     target = (bias, values, hidden)
     gl.warp_specialize(
         [
-            (_multiply_up, (target, queue, ring, turns, H, D, chunks_per_block, 0, HAS_BIAS)),
-            (_multiply_up, (target, queue, ring, turns, H, D, chunks_per_block, 1, HAS_BIAS)),
+            (_multiply_up, (target, queue, ring, turns, H, D, chunks_per_block, 0, HAS_BIAS, CLAMP_UP)),
+            (_multiply_up, (target, queue, ring, turns, H, D, chunks_per_block, 1, HAS_BIAS, CLAMP_UP)),
             (_load_up, (x_desc, w, queue, ring, H, D, chunks_per_block)),
         ],
         [4, 4],

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton.common import activate, rounded
+from ..triton.common import activate, factor_of, rounded
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def _contribution(
     column,
     HAS_UP_BIAS: tl.constexpr,
     GATED: tl.constexpr,
+    CLAMP_UP: tl.constexpr,
     GROUP: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
@@ -64,7 +65,7 @@ def _contribution(
     rows = tl.load(down + (neuron.to(tl.int64) * E)[:, None] + column[None, :], mask=inside, other=0.0)
     if GATED:
         factor = _dots(x, up, up_bias, neuron, listed, D, HAS_UP_BIAS, GROUP, DEPTH)
-        value = rounded(value * rounded(factor, DTYPE), DTYPE)
+        value = rounded(value * factor_of(rounded(factor, DTYPE), CLAMP_UP), DTYPE)
     hidden = tl.where(listed, value, 0.0)
     return tl.sum(hidden[:, None] * rows.to(tl.float32), 0)
 
@@ -90,6 +91,7 @@ def apply_rows(
     HAS_DOWN_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     SQUARE: tl.constexpr,
+    CLAMP_UP: tl.constexpr,
     TILE: tl.constexpr,
     WORDS: tl.constexpr,
     TILES: tl.constexpr,
@@ -121,7 +123,9 @@ def apply_rows(
         listed = first + member < total
         neuron = word & 0xFFFF
         gate = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-        acc += _contribution(operands, neuron, gate, listed, column, HAS_UP_BIAS, GATED, GROUP, DEPTH)
+        acc += _contribution(
+            operands, neuron, gate, listed, column, HAS_UP_BIAS, GATED, CLAMP_UP, GROUP, DEPTH
+        )
         word = following
     if overflows:
         for t in range(0, tiles):
@@ -132,7 +136,7 @@ def apply_rows(
                     gate = rounded(activate(rounded(pre, DTYPE), threshold, SQUARE), DTYPE)
                     listed = (gate != 0.0) & (neuron < H)
                     acc += _contribution(
-                        operands, neuron, gate, listed, column, HAS_UP_BIAS, GATED, GROUP, DEPTH
+                        operands, neuron, gate, listed, column, HAS_UP_BIAS, GATED, CLAMP_UP, GROUP, DEPTH
                     )
     if HAS_DOWN_BIAS:
         acc += tl.load(down_bias + column, mask=column < E, other=0.0).to(tl.float32)

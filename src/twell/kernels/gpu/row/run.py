@@ -175,6 +175,7 @@ def _launch_apply(
         HAS_DOWN_BIAS=operands.down_bias is not None,
         GATED=operands.up is not None,
         SQUARE=operands.square,
+        CLAMP_UP=operands.clamp_up,
         TILE=tiles.tile,
         WORDS=tiles.tile // compression,
         TILES=power_of_two(across),

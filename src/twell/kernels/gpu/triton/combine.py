@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import activate, rounded
+from .common import activate, factor_of, rounded
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -26,6 +26,7 @@ def combine(
     HAS_L1: tl.constexpr,
     GATED: tl.constexpr,
     SQUARE: tl.constexpr,
+    CLAMP_UP: tl.constexpr,
     RARE: tl.constexpr,
     CHUNK: tl.constexpr,
     ENTRIES: tl.constexpr,
@@ -63,13 +64,14 @@ def combine(
         if GATED:
             activated = hidden
             up = tl.load(cell + 2 * plane).to(tl.float32)
-            hidden = rounded(activated * up, DTYPE)
+            factor = factor_of(up, CLAMP_UP)
+            hidden = rounded(activated * factor, DTYPE)
         if HAS_L1:
             sign = tl.where(hidden > 0.0, pull, tl.where(hidden < 0.0, -pull, 0.0))
             grad += sign  # not rounded: it is often less than half a unit of the sum
         grad_pre = grad
         if GATED:
-            grad_pre = rounded(grad * up, DTYPE)
+            grad_pre = rounded(grad * factor, DTYPE)
         if SQUARE:
             grad_pre = grad_pre * (2.0 * pre)
         # Inactive tokens keep exact zeros, whatever their up values and gradients are.
@@ -77,7 +79,10 @@ def combine(
         grad_pre = tl.where(active, grad_pre, 0.0).to(DTYPE)
         tl.store(cell + plane, grad_pre)
         if GATED:
-            grad_up = tl.where(active, grad * activated, 0.0).to(DTYPE)
+            grad_up = grad * activated
+            if CLAMP_UP:
+                grad_up = tl.where(up <= 0.0, 0.0, grad_up)
+            grad_up = tl.where(active, grad_up, 0.0).to(DTYPE)
             tl.store(cell + 2 * plane, grad_up)
         if RARE:
             offset = tl.load(offsets + neuron, mask=listed, other=-1)

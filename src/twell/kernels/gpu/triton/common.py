@@ -37,12 +37,21 @@ def nan_max(a, b):
 def activate(pre, threshold, SQUARE: tl.constexpr):
     """float32 activations of float32 values that are already rounded to the storage type.
 
-    relu is threshold 0; fatrelu brings its own; relu2 is SQUARE. A NaN is not <= anything: it stays.
+    relu and drelu are threshold 0; fatrelu brings its own; relu2 is SQUARE. A NaN is not <= anything: it
+    stays.
     """
     value = tl.where(pre <= threshold, 0.0, pre)
     if SQUARE:
         value = value * value
     return value
+
+
+@triton.jit
+def factor_of(up, CLAMP_UP: tl.constexpr):
+    """What multiplies the activation of the gate; a NaN stays."""
+    if CLAMP_UP:
+        up = tl.where(up <= 0.0, 0.0, up)
+    return up
 
 
 @triton.jit

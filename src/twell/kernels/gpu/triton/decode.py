@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .common import activate, add_product, rounded, zero_sum
+from .common import activate, add_product, factor_of, rounded, zero_sum
 
 
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
@@ -40,6 +40,7 @@ def decode_select_up(
     HAS_UP_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     SQUARE: tl.constexpr,
+    CLAMP_UP: tl.constexpr,
     NEURONS: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -68,7 +69,7 @@ def decode_select_up(
             if HAS_UP_BIAS:
                 factor += tl.load(up_bias + neuron, mask=live, other=0.0).to(tl.float32)[:, None]
             # A token that does not activate the neuron keeps its exact 0, whatever its up value is.
-            value = tl.where(value == 0.0, 0.0, value * rounded(factor, DTYPE))
+            value = tl.where(value == 0.0, 0.0, value * factor_of(rounded(factor, DTYPE), CLAMP_UP))
         slot = (block * tl.num_programs(0) + tile) * NEURONS + tl.cumsum(live.to(tl.int32), 0) - 1
         tl.store(neurons + slot, neuron, mask=live)
         cell = values + (slot.to(tl.int64) * ROWS)[:, None] + row[None, :]

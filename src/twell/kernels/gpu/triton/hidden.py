@@ -9,12 +9,24 @@ from .common import activate, rounded
 
 
 @triton.jit(do_not_specialize=["size"])
-def hidden_values(pre, up, size, threshold, GATED: tl.constexpr, SQUARE: tl.constexpr, SPAN: tl.constexpr):
+def hidden_values(
+    pre,
+    up,
+    size,
+    threshold,
+    GATED: tl.constexpr,
+    SQUARE: tl.constexpr,
+    CLAMP_UP: tl.constexpr,
+    SPAN: tl.constexpr,
+):
     """pre = act(pre) * up, or act(pre), in place, of `size` numbers; rounded where PyTorch rounds."""
     DTYPE: tl.constexpr = pre.dtype.element_ty
     place = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     inside = place < size
     value = activate(tl.load(pre + place, mask=inside, other=0.0).to(tl.float32), threshold, SQUARE)
     if GATED:
-        value = rounded(value, DTYPE) * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+        if CLAMP_UP:
+            factor = tl.where(factor <= 0.0, 0.0, factor)
+        value = rounded(value, DTYPE) * factor
     tl.store(pre + place, value.to(DTYPE), mask=inside)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import add_product, rounded, zero_sum
+from .common import add_product, factor_of, rounded, zero_sum
 
 
 @triton.jit
@@ -63,6 +63,7 @@ def up_blocks(
     D,
     chunks_per_block,
     HAS_BIAS: tl.constexpr,
+    CLAMP_UP: tl.constexpr,
     CHUNK: tl.constexpr,
     ROWS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -70,6 +71,7 @@ def up_blocks(
     """hidden[b, e] = values[b, n] * (x_b w[n]) for the listed neurons n of each work item; persistent.
 
     The weight rows of CHUNK listed neurons are gathered into one dense tile [CHUNK, DEPTH].
+    CLAMP_UP: relu(x_b w[n]) multiplies.
     """
     DTYPE: tl.constexpr = values.dtype.element_ty
     entry = tl.arange(0, CHUNK)
@@ -84,7 +86,7 @@ def up_blocks(
         cell = values + block.to(tl.int64) * H * ROWS + (neuron * ROWS)[:, None] + token[None, :]
         gate = tl.load(cell, mask=listed[:, None], other=0.0).to(tl.float32)
         # A token that does not activate the neuron keeps its exact 0, whatever its up value is.
-        product = tl.where(gate == 0.0, 0.0, gate * rounded(acc, DTYPE))
+        product = tl.where(gate == 0.0, 0.0, gate * factor_of(rounded(acc, DTYPE), CLAMP_UP))
         place = tl.cast(block, tl.int64) * chunks_per_block * CHUNK + first + entry
         tl.store(hidden + (place * ROWS)[:, None] + token[None, :], product.to(DTYPE))
 
