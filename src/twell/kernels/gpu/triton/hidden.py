@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import activate, rounded
+from .common import activate, factor_of, rounded
 
 
 @triton.jit(do_not_specialize=["size"])
@@ -26,7 +26,5 @@ def hidden_values(
     value = activate(tl.load(pre + place, mask=inside, other=0.0).to(tl.float32), threshold, SQUARE)
     if GATED:
         factor = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-        if CLAMP_UP:
-            factor = tl.where(factor <= 0.0, 0.0, factor)
-        value = rounded(value, DTYPE) * factor
+        value = rounded(value, DTYPE) * factor_of(factor, CLAMP_UP)
     tl.store(pre + place, value.to(DTYPE), mask=inside)
