@@ -19,8 +19,8 @@ A new activation needs:
 Both select kernels (triton/, hopper/) assume one threshold: an activation that is zero up to it and monotone,
 so that the largest pre-activation decides for a block of tokens. Elsewhere `pre <= threshold` says inactive:
 in triton/ and hopper/products and combine, `count_unions` in triton/statistics, and kernels/cpu/backward.
-Where drelu's up is clamped: CLAMP_UP in products, decode and combine of triton/ and hopper/, in triton/hidden and
-row/apply, `up_factor` in kernels/cpu/weights, and `factor` elsewhere.
+Where drelu's up is clamped: CLAMP_UP in products, decode and combine of triton/ and hopper/, in triton/hidden
+and row/apply, `up_factor` in kernels/cpu/weights, and `factor` elsewhere.
 """
 
 from __future__ import annotations
