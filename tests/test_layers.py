@@ -30,6 +30,7 @@ LAYERS = [
     {"pruning"},
     {"explanation"},
     {"__init__"},
+    {"generation"},
     {"hf"},
     {"measure"},
     {"plots"},

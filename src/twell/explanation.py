@@ -191,7 +191,7 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
     plan = "auto" if mlp.plan is None else mlp.plan.spec
     forward = backward = active = union = limit = gain = None
     reason = "it has not been called"
-    state = _state_of(mlp)
+    state = state_of(mlp)
     if state is not None:
         outcome = state.ran["forward"]
         forward, reason = outcome.path, outcome.reason
@@ -219,7 +219,7 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
     )
 
 
-def _state_of(mlp: SparseMLP) -> LayerState | None:
+def state_of(mlp: SparseMLP) -> LayerState | None:
     """The block's state or the one that a compiled graph keeps for its weights: whichever ran last."""
     states = [mlp._layer]
     weights = mlp._plain_weights()

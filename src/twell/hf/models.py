@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import can_return_tuple
 
+from ..generation import CapturedGeneration
 from ..nn import SparseMLP
 from .config import SparseLlamaConfig, SparseQwen2Config
 from .layers import install_sparse_mlps, restore_layout, set_neuron_major, sparse_mlps
@@ -57,7 +58,7 @@ class _SparseBackbone(_SparsePreTrained):
         set_neuron_major(self, True)
 
 
-class _SparseCausalLM(_SparsePreTrained, RecordsSparsity):
+class _SparseCausalLM(CapturedGeneration, _SparsePreTrained, RecordsSparsity):
     backbone: type[nn.Module]
     pre_trained: type[nn.Module]
 

@@ -1,0 +1,137 @@
+"""One token through a model: Llama's and Qwen2's layers as one compiled function, other models as they are.
+
+A layer of transformers knows its number, and a compiler takes it for a constant: every layer would be
+compiled anew. `_layer` gets what a layer needs as arguments, so all layers share its code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen2 import modeling_qwen2 as qwen2
+
+from .._log import log_once
+from .cache import StepCache
+
+_LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
+_ATTENTION = (llama.LlamaAttention, qwen2.Qwen2Attention)
+
+# (token [B], position [B], mask [B, 1, 1, columns], additive) -> logits [B, V]
+Decoder = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def decoder_of(model: nn.Module, cache: StepCache, compiled: bool) -> Decoder:
+    if is_understood(model):
+        return _OwnLayers(model, cache, compiled)
+    return _WholeModel(model, cache)
+
+
+def is_understood(model: nn.Module) -> bool:
+    """Whether `model` is a stock Llama or Qwen2 around its feed-forward blocks, and nobody hooks into what
+    `_OwnLayers` does not call."""
+    backbone = getattr(model, "model", None)
+    layers = getattr(backbone, "layers", ())
+    if not isinstance(model, llama.LlamaForCausalLM | qwen2.Qwen2ForCausalLM) or not len(layers):
+        return False
+    kinds = getattr(model.config, "layer_types", None)
+    passed_by = [backbone, *(part for layer in layers for part in (layer, layer.self_attn))]
+    return (
+        all(type(layer) in _LAYERS and type(layer.self_attn) in _ATTENTION for layer in layers)
+        and (kinds is None or set(kinds) == {"full_attention"})
+        and not any(one._forward_hooks or one._forward_pre_hooks for one in passed_by)
+    )
+
+
+class _WholeModel:
+    """The model's own forward."""
+
+    def __init__(self, model: nn.Module, cache: StepCache) -> None:
+        self._model, self._cache = model, cache.for_transformers()
+
+    def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+        output = self._model(
+            input_ids=token[:, None],
+            position_ids=position[:, None],
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        return output.logits[:, -1]
+
+
+class _OwnLayers:
+    def __init__(self, model: nn.Module, cache: StepCache, compiled: bool) -> None:
+        self._model, self._cache = model, cache
+        self._layer = _compiled_layer() if compiled else _layer
+
+    def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+        backbone, cache = self._model.model, self._cache
+        x = backbone.embed_tokens(token)
+        turns = backbone.rotary_emb(x, position_ids=position[:, None])
+        layers = list(backbone.layers)[: self._model.config.num_hidden_layers]
+        for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
+            x = self._layer(layer, x, turns, mask, cache.column, keys, values)
+        return self._model.lm_head(backbone.norm(x))
+
+
+def _layer(
+    layer: nn.Module,
+    x: Tensor,
+    turns: tuple[Tensor, Tensor],
+    mask: Tensor,
+    column: Tensor,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    """x [B, D] after a layer.
+
+    turns:         cosines and sines, [B, 1, size].
+    keys, values:  [B, heads, columns, size].
+    """
+    attention = layer.self_attn
+    normed = layer.input_layernorm(x)
+    queries, key, value = (
+        projection(normed).view(x.shape[0], -1, 1, attention.head_dim)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    cosines, sines = (turn[:, None] for turn in turns)
+    queries, key = (_turned(t, cosines, sines) for t in (queries, key))
+    keys.index_copy_(2, column, key)
+    values.index_copy_(2, column, value)
+    shared = queries.shape[1] != keys.shape[1]
+    seen = scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=attention.scaling, enable_gqa=shared
+    )
+    x = x + attention.o_proj(seen.reshape(x.shape[0], -1))
+    return x + layer.mlp(layer.post_attention_layernorm(x))
+
+
+def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary embedding of x [B, heads, 1, size]."""
+    half = x.shape[-1] // 2
+    return x * cosines + torch.cat((-x[..., half:], x[..., :half]), -1) * sines
+
+
+@lru_cache(maxsize=1)
+def _compiled_layer() -> Callable[..., Any]:
+    compiled = torch.compile(_layer)
+    broken: list[str] = []
+
+    def run(*given: Any) -> Tensor:
+        if broken:
+            return _layer(*given)
+        try:
+            return compiled(*given)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            broken.append(str(error))
+            log_once(f"generation runs without a compiler: {str(error).splitlines()[0]}")
+            return _layer(*given)
+
+    return run

@@ -1,0 +1,323 @@
+"""`model.generate` with captured steps: our models have it, `accelerate_` gives it to others.
+
+transformers prepares a request (settings, prompt, cache, processors, criteria) and hands it to `_sample`,
+which is ours. What a captured step cannot do goes on to transformers' own, with one log line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.generation import stopping_criteria as criteria
+
+from .._errors import reject
+from .._log import log_once
+from .cache import is_plain
+from .decoder import is_understood
+from .sampling import Sampling, sampling_of
+from .step import Step
+
+DEVICES = ("cuda",)  # where steps are captured
+_FIRST_STEPS = 3  # run before a step is captured: kernels are compiled and loaded, layers are read
+_WORTH_CAPTURING = 8  # further tokens
+_LOOK_FOR_THE_END = 16  # steps between looks at what has ended, one of which may be waited for
+_LOOK_AGAIN = 512  # replayed steps after which layers are read again
+_COLUMNS = 256  # sequences have room in steps of so many tokens, later in powers of two
+_MOST_STEPS = 4  # that a model keeps, with their caches
+_AGREEING = 0.05  # of the norm: other kernels round 16-bit numbers otherwise
+_KNOWN = {
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "position_ids",
+    "cache_position",
+}
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+class Request(NamedTuple):
+    """stops: tokens that end a sequence; pad: what follows them; longest: prompt and answer."""
+
+    tokens: Tensor
+    attended: Tensor
+    sampling: Sampling
+    stops: list[int]
+    pad: int
+    longest: int
+
+
+class CapturedGeneration:
+    """Mixin for causal language models of transformers."""
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        given = input_ids, logits_processor, stopping_criteria, generation_config
+        request = None if input_ids.device.type not in DEVICES else _request(self, *given, model_kwargs)
+        if synced_gpus:
+            request = "ranks that wait for each other"
+        if not isinstance(request, Request):
+            if request is not None:
+                log_once(f"generate runs without captured steps: {request}")
+            return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
+        # Steps outlive the call, and inference tensors cannot be used again outside of that mode.
+        with torch.inference_mode(False), torch.no_grad():
+            generated = _generate(self, request, generation_config, model_kwargs, streamer)
+        if generated is not None:
+            return generated
+        model_kwargs["past_key_values"] = type(model_kwargs["past_key_values"])(config=self.config)
+        return super()._sample(*given, streamer=streamer, **model_kwargs)
+
+
+def _request(
+    model: Any,
+    tokens: Tensor,
+    processors: Any,
+    stopping: Any,
+    config: Any,
+    named: dict[str, Any],
+) -> Request | str:
+    """What to generate, or why not here."""
+    sampling = sampling_of(processors, bool(config.do_sample))
+    if isinstance(sampling, str):
+        return sampling
+    unknown = [
+        n for n, value in named.items() if n not in _KNOWN and value is not None and value is not False
+    ]
+    unsupported = (
+        (_kept(model).refused is not None, _kept(model).refused),
+        (model.training, "the model is in training mode"),
+        (model.config.is_encoder_decoder, "an encoder-decoder"),
+        (bool(unknown), f"{', '.join(unknown)} among the inputs"),
+        (not named.get("use_cache", False), "use_cache=False"),
+        (not is_plain(named.get("past_key_values")), "another cache than the default one"),
+        (
+            config.return_dict_in_generate and any(getattr(config, n, False) for n in _OUTPUTS),
+            "scores or states",
+        ),
+        (getattr(config, "is_assistant", False), "an assistant"),
+        (getattr(config, "prefill_chunk_size", None), "a prompt in chunks"),
+        (len({p.device for p in model.parameters()}) > 1, "a model on several devices"),
+        (any("forward" in vars(m) for m in model.modules()), "a module whose forward was replaced"),
+    )
+    for wrong, reason in unsupported:
+        if wrong:
+            return reason
+    if named["past_key_values"].get_seq_length():
+        return "a cache that is filled already"
+    stops, longest = [], None
+    for one in stopping:
+        if type(one) is criteria.EosTokenCriteria:
+            stops += one.eos_token_id.flatten().tolist()
+        elif type(one) is criteria.MaxLengthCriteria:
+            longest = min(longest or one.max_length, one.max_length)
+        else:
+            return f"the stopping criterion {type(one).__name__}"
+    if longest is None:
+        return "no largest length"
+    longest = max(longest, tokens.shape[1] + 1)
+    pad = config._pad_token_tensor
+    attended = named.get("attention_mask")
+    attended = torch.ones_like(tokens) if attended is None else attended
+    if attended.dim() != 2 or attended.shape != tokens.shape:
+        return "an attention mask of another shape than the prompt"
+    return Request(tokens, attended, sampling, stops, 0 if pad is None else int(pad.flatten()[0]), longest)
+
+
+def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], streamer: Any) -> Any:
+    """The generated sequences; None where the model turns out not to compute as a step has it."""
+    length = request.tokens.shape[1]
+    outputs = model._prefill(request.tokens, config, named, is_first_iteration=True)
+    cache = named["past_key_values"]
+    step = _step_for(model, request, cache)
+    if step is None:
+        return None
+    step.begin(request.tokens, request.attended, cache, request.stops, request.pad)
+    step.choose(outputs.logits[:, -1])
+    del outputs
+    made = _tokens(step, request.longest - length, bool(request.stops), streamer)
+    ended = length + made
+    if request.stops:
+        ended = min(ended, int(step.ended.max()) + 1)
+    sequences = step.sequence[:, :ended].clone()
+    if streamer is not None:
+        streamer.end()
+    if config.return_dict_in_generate:
+        from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+        return GenerateDecoderOnlyOutput(sequences=sequences)
+    return sequences
+
+
+def _tokens(step: Step, most: int, may_end: bool, streamer: Any) -> int:
+    """Make up to `most` tokens, of which the first is there; how many there are when all sequences have
+    ended, or a few more."""
+    ends = _Ends(step) if may_end else None
+    for made in range(1, most + 1):
+        if streamer is not None:
+            streamer.put(step.token.cpu())
+        if made == most or (ends is not None and ends.reached(made, streamer is not None)):
+            return made
+        _advance(step, made, most - made)
+    return most
+
+
+def _advance(step: Step, made: int, left: int) -> None:
+    if step.token.device.type != "cuda":
+        step.run()
+    elif step.is_captured:
+        step.replays = step.replays + 1
+        if step.replays % _LOOK_AGAIN == 0 and left >= 2:
+            step.look_again()
+        else:
+            step.replay()
+    elif made <= _FIRST_STEPS or left < _WORTH_CAPTURING:
+        step.run()
+        torch.cuda.synchronize()  # what was read of the layers has arrived
+    else:
+        step.replay()
+
+
+class _Ends:
+    """Looks now and then whether all sequences have ended, without stalling the device: at what a look some
+    steps ago has copied to the host."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        cuda = step.ended.is_cuda
+        self._host = torch.zeros(1, dtype=torch.bool, pin_memory=cuda)
+        self._copied = torch.cuda.Event() if cuda else None
+        self._pending = False
+
+    def reached(self, made: int, at_once: bool) -> bool:
+        """at_once: whether to wait for an answer, as somebody who reads along does anyway."""
+        if at_once or self._copied is None:
+            return bool((self._step.ended < self._step.columns).all())
+        if self._pending and self._copied.query():
+            self._pending = False
+            if bool(self._host[0]):
+                return True
+        if not self._pending and made % _LOOK_FOR_THE_END == 0:
+            self._host.copy_((self._step.ended < self._step.columns).all()[None], non_blocking=True)
+            self._copied.record()
+            self._pending = True
+        return False
+
+
+class _Kept(dict[tuple, Step]):
+    """The steps of a model, the youngest last. A copy of the model begins without any.
+
+    refused: why it has none, once that is known.
+    """
+
+    refused: str | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _kept(model: nn.Module) -> _Kept:
+    return model.__dict__.setdefault("_twell_steps", _Kept())
+
+
+def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
+    """The step that an earlier request of this kind has captured, or a new one; None where a step gives other
+    logits than the model."""
+    kept, columns = _kept(model), _room(request.longest)
+    batch = request.tokens.shape[0]
+    key = batch, columns, len(request.stops), request.sampling.key, _fingerprint(model)
+    step = kept.pop(key, None)
+    if step is None:
+        while len(kept) >= _MOST_STEPS or any(old[-1] != key[-1] for old in kept):
+            kept.pop(next(iter(kept)))
+        step = Step(model, request.sampling, cache, batch, columns, len(request.stops))
+        if not is_understood(model) and not _agrees(model, step, request, cache):
+            kept.refused = f"a step of {type(model).__name__} does not compute what the model does"
+            log_once(f"generate runs without captured steps: {kept.refused}")
+            return None
+    kept[key] = step
+    return step
+
+
+def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
+    """Whether a step gives the logits that the model gives for a token after the prompt."""
+    token, attended = request.tokens[:, -1:], request.attended
+    step.begin(request.tokens, attended, cache, request.stops, request.pad)
+    step.token.copy_(token[:, 0])
+    try:
+        ours = step.logits().float()
+    except Exception:
+        return False
+    longer = torch.cat((attended, attended.new_ones(attended.shape[0], 1)), 1)
+    inputs = model.prepare_inputs_for_generation(
+        torch.cat((request.tokens, token), 1),
+        next_sequence_length=1,
+        past_key_values=copy.deepcopy(cache),
+        attention_mask=longer,
+        use_cache=True,
+    )
+    theirs = model(**inputs, return_dict=True).logits[:, -1].float()
+    return bool((ours - theirs).norm() <= _AGREEING * theirs.norm())
+
+
+def _room(tokens: int) -> int:
+    columns = -(-tokens // _COLUMNS) * _COLUMNS
+    return columns if columns <= 4 * _COLUMNS else 1 << (columns - 1).bit_length()
+
+
+def _fingerprint(model: nn.Module) -> int:
+    """Changes where a captured step would read other memory than the model, or run other code."""
+    parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in _tensors(model)]
+    for module in model.modules():
+        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
+        parts.append((type(module), hooks, id(module), getattr(module, "plan", None)))
+    return hash(tuple(parts))
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def accelerate_(model: PreTrainedModel) -> PreTrainedModel:
+    """Have `model.generate` run captured steps on a GPU, with the arguments and the results it has now.
+
+    model: a causal language model of transformers, sparse, sparsified or dense. Returned for convenience.
+    """
+    if not isinstance(model, PreTrainedModel) or not hasattr(model, "_sample"):
+        reject("model", type(model).__name__, "a model of transformers that generates")
+    if not isinstance(model, CapturedGeneration):
+        model.__class__ = _accelerated(type(model))
+    return model
+
+
+@lru_cache(maxsize=256)
+def _accelerated(stock: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
+
+    def reduce(self: Any, _protocol: int) -> tuple:
+        return _rebuild, (stock,), self.__getstate__()
+
+    return type(stock.__name__, (CapturedGeneration, stock), {**names, "__reduce_ex__": reduce})
+
+
+def _rebuild(stock: type[PreTrainedModel]) -> PreTrainedModel:
+    kind = _accelerated(stock)
+    return kind.__new__(kind)
