@@ -11,6 +11,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, OPTConfig, Qwen2Config
 
 import twell
@@ -268,3 +269,37 @@ def test_a_generation_config_of_ones_own(static, monkeypatch):
     found = model.generate(ids, generation_config=config)
     assert static
     assert torch.equal(found, stock_generate(monkeypatch, model, ids, generation_config=config))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_projections_that_lie_together_are_still_the_model_s_own(static, monkeypatch, tmp_path, kind):
+    model, ids = build(kind), prompt(2, 5)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    options = {"do_sample": False, "max_new_tokens": 8}
+    first = model.generate(ids, **options)
+    attention = model.model.layers[0].self_attn
+    storages = {
+        p.weight.untyped_storage().data_ptr() for p in (attention.q_proj, attention.k_proj, attention.v_proj)
+    }
+    assert len(storages) == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    save_file(model.state_dict(), tmp_path / "all.safetensors")
+    assert all(torch.equal(t, before[name]) for name, t in load_file(tmp_path / "all.safetensors").items())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+    assert torch.equal(loaded.generate(ids, **options), first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    attention.k_proj.weight.data.mul_(-2)
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+
+
+def test_projections_that_modules_share_stay_where_they_are(static, monkeypatch):
+    model, ids = build("llama"), prompt(1, 5)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight = first.q_proj.weight
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert second.q_proj.weight is first.q_proj.weight

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from .._log import log_once
 from .cache import StepCache
+from .merged import Merged, merged_projections, shared_parameters
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
 _ATTENTION = (llama.LlamaAttention, qwen2.Qwen2Attention)
@@ -70,19 +71,24 @@ class _OwnLayers:
     def __init__(self, model: nn.Module, cache: StepCache, compiled: bool) -> None:
         self._model, self._cache = model, cache
         self._layer = _compiled_layer() if compiled else _layer
+        shared = shared_parameters(model)
+        self._layers = [
+            (layer, merged_projections(layer.self_attn, shared))
+            for layer in list(model.model.layers)[: model.config.num_hidden_layers]
+        ]
 
     def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
         backbone, cache = self._model.model, self._cache
         x = backbone.embed_tokens(token)
         turns = backbone.rotary_emb(x, position_ids=position[:, None])
-        layers = list(backbone.layers)[: self._model.config.num_hidden_layers]
-        for layer, keys, values in zip(layers, cache.keys, cache.values, strict=True):
-            x = self._layer(layer, x, turns, mask, cache.column, keys, values)
+        for (layer, merged), keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            x = self._layer(layer, merged, x, turns, mask, cache.column, keys, values)
         return self._model.lm_head(backbone.norm(x))
 
 
 def _layer(
     layer: nn.Module,
+    merged: Merged | None,
     x: Tensor,
     turns: tuple[Tensor, Tensor],
     mask: Tensor,
@@ -97,10 +103,11 @@ def _layer(
     """
     attention = layer.self_attn
     normed = layer.input_layernorm(x)
-    queries, key, value = (
-        projection(normed).view(x.shape[0], -1, 1, attention.head_dim)
-        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    if merged is None:
+        projected = attention.q_proj(normed), attention.k_proj(normed), attention.v_proj(normed)
+    else:
+        projected = linear(normed, merged.weight, merged.bias).split(merged.sizes, -1)
+    queries, key, value = (part.view(x.shape[0], -1, 1, attention.head_dim) for part in projected)
     cosines, sines = (turn[:, None] for turn in turns)
     queries, key = (_turned(t, cosines, sines) for t in (queries, key))
     keys.index_copy_(2, column, key)

@@ -180,8 +180,8 @@ def _advance(step: Step, made: int, left: int) -> None:
     if step.token.device.type != "cuda":
         step.run()
     elif step.is_captured:
-        step.replays = step.replays + 1
-        if step.replays % _LOOK_AGAIN == 0 and left >= 2:
+        step.replays += 1
+        if step.replays % _LOOK_AGAIN >= _LOOK_AGAIN - 2:  # what the first look reads, the second goes by
             step.look_again()
         else:
             step.replay()
@@ -248,6 +248,7 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
         while len(kept) >= _MOST_STEPS or any(old[-1] != key[-1] for old in kept):
             kept.pop(next(iter(kept)))
         step = Step(model, request.sampling, cache, batch, columns, len(request.stops))
+        key = *key[:-1], _fingerprint(model)  # a step may move weights
         if not is_understood(model) and not _agrees(model, step, request, cache):
             kept.refused = f"a step of {type(model).__name__} does not compute what the model does"
             log_once(f"generate runs without captured steps: {kept.refused}")

@@ -106,11 +106,10 @@ class Step:
         return self._graph is not None
 
     def look_again(self) -> None:
-        """The next two tokens, operation by operation: layers are read on the way. Where they would run
-        otherwise than they were captured, the next replay captures again."""
-        for _ in range(2):
-            self.run()
-            torch.cuda.synchronize()
+        """The next token, operation by operation: layers are read on the way, and what a look before has read
+        counts. Where they run otherwise than they were captured, the next replay captures again."""
+        self.run()
+        torch.cuda.synchronize()
         if self._paths() != self._captured:
             self._graph = None
 
