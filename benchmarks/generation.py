@@ -10,7 +10,7 @@ every layer's real input, bf16, prompts of 128 tokens, 128 new ones, greedy:
 Seconds are per token of a sequence, from the 17th new one on. Outputs are compared in the same
 run, as the share of equal tokens. On an idle GPU:
 
-    python benchmarks/generation.py [--batch N ...] [--no-stock] [--layers N] [--commit HASH] [--out FILE]
+    python benchmarks/generation.py [--batch N ...] [--stock default static] [--layers N] [--commit HASH] [--out FILE]
 
 --tiny tries the script with a small model on a CPU.
 """
@@ -36,6 +36,8 @@ RESULTS = Path(__file__).parent / "results" / "generation.jsonl"
 PROMPT, NEW, FIRST = 128, 112, 16
 DENSE, DEFAULT, STATIC = "dense, captured steps", "transformers, default cache", "transformers, static cache"
 
+LOOPS = {"default": DEFAULT, "static": STATIC}
+
 
 def seconds_per_token(run: Callable[[int], Tensor], device: str, rounds: int, new: int) -> Timing:
     """run: makes so many tokens. The time of a few is taken off that of many."""
@@ -57,7 +59,7 @@ def seconds_per_token(run: Callable[[int], Tensor], device: str, rounds: int, ne
 
 
 def compare(
-    records: list[Record], dense: nn.Module, sparse: nn.Module, batch: int, stock: bool, tiny: bool
+    records: list[Record], dense: nn.Module, sparse: nn.Module, batch: int, stock: list[str], tiny: bool
 ) -> None:
     device, new = dense.device.type, 16 if tiny else NEW
     ids = torch.randint(3, dense.config.vocab_size, (batch, PROMPT), device=device)
@@ -81,11 +83,11 @@ def compare(
         sum(p.tokens == batch for p in ran), 1
     )
     timings[DENSE] = seconds_per_token(run(DENSE, dense), device, 5, new)
-    if stock:
-        kept, generate.DEVICES = generate.DEVICES, ()
-        timings[DEFAULT] = seconds_per_token(run(DEFAULT, dense), device, 2, new)
-        timings[STATIC] = seconds_per_token(run(STATIC, dense, cache_implementation="static"), device, 2, new)
-        generate.DEVICES = kept
+    kept, generate.DEVICES = generate.DEVICES, ()
+    for name in stock:
+        options = {"cache_implementation": "static"} if name == STATIC else {}
+        timings[name] = seconds_per_token(run(name, dense, **options), device, 2, new)
+    generate.DEVICES = kept
     for baseline in list(timings)[1:]:
         same = (outputs["ours"][:, PROMPT:] == outputs[baseline][:, PROMPT:]).float().mean().item()
         record = make_record(
@@ -123,7 +125,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--layers", type=int, default=38)
-    parser.add_argument("--no-stock", action="store_true", help="without transformers' own loops")
+    parser.add_argument(
+        "--stock", nargs="*", choices=list(LOOPS), default=list(LOOPS), help="transformers' loops"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model on a CPU, to try the script")
     parser.add_argument("--commit", default=None, help="what to record where git cannot say")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -139,7 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(f"built in {perf_counter() - began:.1f} s", highlight=False)
     records: list[Record] = []
     for batch in options.batch:
-        compare(records, dense, sparse, batch, batch == 1 and not options.no_stock, options.tiny)
+        stock = [LOOPS[name] for name in options.stock] if batch == 1 else []
+        compare(records, dense, sparse, batch, stock, options.tiny)
         save(records, options.out, options.commit)
         for model in (dense, sparse):
             model.__dict__.pop("_twell_steps", None)  # the next batch needs the memory of its caches

@@ -8,7 +8,7 @@ those that never fired on a text of which no part was trained on, and compares o
 
 On an idle GPU:
 
-    python benchmarks/pruned_model.py --text FILE [--steps N] [--commit HASH] [--out FILE]
+    python benchmarks/pruned_model.py --text FILE [--steps N] [--run FOLDER] [--commit HASH] [--out FILE]
 
 --tiny tries the script with small shapes on a CPU.
 """
@@ -155,6 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--run", type=Path, help="folder of a run: its model, or where to train one")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU, to try the script")
     parser.add_argument("--commit", default=None, help="what to record where git cannot say")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -163,9 +164,11 @@ def main(arguments: list[str] | None = None) -> None:
     cut = round(len(text) * (1 - HELD_OUT))
     device = "cpu" if options.tiny else "cuda"
     with tempfile.TemporaryDirectory() as folder:
-        shown = Path(folder) / "trained.txt"
-        shown.write_text(text[:cut])
-        trained = train(shown, Path(folder) / "run", options.steps, options.tiny)
+        trained = options.run or Path(folder) / "run"
+        if not (trained / "model").exists():
+            shown = Path(folder) / "trained.txt"
+            shown.write_text(text[:cut])
+            train(shown, trained, options.steps, options.tiny)
         save(
             [measure(trained, text[cut:], device, 512 if options.tiny else 8192)], options.out, options.commit
         )

@@ -20,8 +20,10 @@ def run_generate(
 
     from .. import recorded_paths
     from ..evaluation import check_ids, load_model
+    from ..generation import accelerate_
 
     loaded, tokenizer = load_model(model, dtype=dtype)
+    accelerate_(loaded)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).to(loaded.device)
     length = inputs.input_ids.shape[1]
     if not length:
