@@ -149,6 +149,7 @@ class Carrier:
         if torch.compiler.is_compiling():
             self.traced_inside, self.traced_x = True, None
             return None
+        self._follow_adapters()
         local = self._local
         before = getattr(local, "inside", False), getattr(local, "x", None), getattr(local, "adapted", None)
         local.inside, local.x, local.adapted = True, None, None
@@ -177,7 +178,6 @@ class Carrier:
             return True
         if not getattr(self._local, "inside", False):
             return False
-        self._follow_adapters()
         if first is not self.first.module or getattr(self._local, "runs", False):
             return False  # called by what was put around it, or by the twin
         reason, adapted = self._why_stock(x), None
@@ -384,7 +384,8 @@ def twin_of(module: nn.Module) -> BlockTwin | None:
     block = module.__dict__.get("_twell_block")
     if block is not None:
         return block[0]
-    carrier = module.__dict__.get("_twell_carrier")
+    # Adapters that nothing has run yet are around a projection that is ours.
+    carrier = module.__dict__.get("_twell_carrier") or base_of(module).__dict__.get("_twell_carrier")
     return carrier.twin if carrier is not None and carrier.last.module is module else None
 
 
