@@ -132,7 +132,7 @@ class LowRank:
         for side in (inputs, outputs):
             for weight in side.weights if side.size else ():
                 if not self._has_room(weight, side.size) and not self._lay_out(weight, side):
-                    return "its weights serve another block too, or a CUDA graph is being captured"
+                    return "its weights serve another block or process too, or a CUDA graph is being captured"
         self._features, self._outputs = inputs.size, outputs.size
         with torch.no_grad():
             # Without terms, what a backward to come will read stays; x' has zeros for it.
@@ -156,6 +156,8 @@ class LowRank:
         if owner is not None and owner() not in (None, self):
             return False
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if not parameter.is_cuda and parameter.is_shared():
             return False
         with torch.inference_mode(False), torch.no_grad():
             stored = weight.by_neuron(parameter.data)

@@ -148,7 +148,7 @@ def _install(found: Found, plan: Plan | None) -> None:
         others = places_besides(owner, found.proven.roles.modules)
         dropouts = [place.module for place in others if isinstance(place.module, nn.Dropout)]
         numbers = [name for name, value in vars(owner).items() if is_probability(name, value)]
-        surroundings = Surroundings(owner, others)
+        surroundings = Surroundings(owner, others, owner_settings=True)
         install_own_forward(owner, twin, Dropouts(owner, dropouts, numbers, always), surroundings)
         return
     activation = split.activation
@@ -156,7 +156,7 @@ def _install(found: Found, plan: Plan | None) -> None:
         activation.holder._modules[activation.name] = copy.copy(activation.module)
     watched = [place for place in (activation, *split.through) if place is not None]
     dropouts = Dropouts(owner, list(split.dropouts), list(split.numbers), always)
-    surroundings = Surroundings(None, watched)
+    surroundings = Surroundings(owner, watched, owner_settings=False)
     install_carrier(
         Carrier(twin, owner, dropouts, surroundings, split.first, split.last, activation, split.through)
     )
