@@ -318,7 +318,8 @@ def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found 
             first = up
     random = _only_projection(last) not in (None, last) and prove_last(last.module, down)
     roles = Roles(None, Role(up, linear=is_linear(up.module)), Role(down, linear=is_linear(down.module)))
-    drop = tuple(place.module for place in dropouts)
+    inside = last.module.modules() if random else ()
+    drop = (*(place.module for place in dropouts), *(m for m in inside if isinstance(m, nn.Dropout)))
     split = Split(first, down, activation, drop, tuple(numbers), tuple(through))
     return Found(name, owner, Proven(roles, recognised, random), split)
 
