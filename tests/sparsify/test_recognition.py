@@ -223,6 +223,17 @@ class TestAdapters:
             sparsify_(model)
         assert type(model[0]) is Plain
 
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    def test_descriptions_are_held_to_rounding(self, dtype):
+        class Off(Odd):
+            def forward(self, x):
+                return super().forward(x) * 1.03
+
+        twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w1", up="w3", down="w2"))
+        assert len(sparsify_(Odd().to(dtype)).blocks) == 1
+        with pytest.raises(ValueError, match="computes something else"):
+            sparsify_(Off().to(dtype))
+
     @pytest.mark.parametrize("name", ["w4", "w1.weight", ""])
     def test_names_are_checked(self, name):
         twell.register_adapter(Odd)(lambda module: twell.BlockDescription(gate="w1", up=name, down="w2"))
