@@ -90,7 +90,7 @@ def require_sparse_blocks(model: Any) -> None:
     """Refuse a model that `load_model` could not make sparse, and say why."""
     if named_blocks(model):
         return
-    reasons = "; ".join(sorted({skipped.reason for skipped in find_blocks(model, None).skipped}))
+    reasons = "; ".join(sorted({str(skipped) for skipped in find_blocks(model, None).skipped}))
     found = f"a {type(model).__name__} without blocks that have exact zeros"
     accepted = "a model with ReLU, squared ReLU, fatrelu or a shifted ReLU"
     reject("model", f"{found}: {reasons}" if reasons else found, accepted)

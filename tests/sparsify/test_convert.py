@@ -152,3 +152,42 @@ def test_statistics_of_stock_blocks():
     for _name, block in named_blocks(model):
         assert block.last_stats.firing.shape == (H,)
         assert block.last_stats.l1.requires_grad
+
+
+class Quantised(nn.Linear):
+    """As a library makes one."""
+
+
+def quantised(block):
+    block.one, block.two = Quantised(D, H), Quantised(H, D)
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(3, H, D)), nn.Parameter(torch.ones(3, D, H))
+
+    def forward(self, x):
+        return sum(torch.relu(x @ up.T) @ down.T for up, down in zip(self.up, self.down, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "way"),
+    [
+        (lambda block: setattr(block, "f", nn.SiLU()), "--preset relufy"),
+        (lambda block: block.one.register_forward_hook(lambda *_: None), "remove them"),
+        (lambda block: setattr(block.two, "forward", block.two.forward), "restore it"),
+        (lambda block: nn.utils.parametrizations.weight_norm(block.one), "remove_parametrizations"),
+        (lambda block: block.one.bfloat16(), "one dtype"),
+        (quantised, "unquantised"),
+        (lambda block: setattr(block, "inner", Experts()), "not supported yet"),
+    ],
+)
+def test_what_is_skipped_names_the_way_out(change, way):
+    model = model_of(Plain(nn.ReLU()))
+    change(model[0])
+    report = sparsify_(model)
+    assert not report.blocks
+    assert any(way in skipped.way_out for skipped in report.skipped)
+    assert way in str(report)
+    assert all(len(line) < 250 for line in str(report).splitlines())

@@ -19,7 +19,7 @@ from ..projections import base_of, has_hooks, has_weight, is_lora, is_plain, sto
 from .roles import Place
 from .twin import WRAPPED, BlockTwin
 
-_DROPOUT = "a dropout inside the block is on"
+_DROPOUT = "a dropout inside the block is on: call .eval(), or set it to 0"
 
 
 class Dropouts:
@@ -33,6 +33,11 @@ class Dropouts:
 
     def __init__(self, owner: nn.Module, modules: list[nn.Module], numbers: list[str], always: bool) -> None:
         self._owner, self._modules, self._numbers, self._always = owner, modules, numbers, always
+
+    def probabilities(self) -> list[tuple[nn.Module, str, float]]:
+        """(module, attribute, probability) of those that are not 0."""
+        places = [*((module, "p") for module in self._modules), *((self._owner, n) for n in self._numbers)]
+        return [(m, name, value) for m, name in places if (value := getattr(m, name, None) or 0) > 0]
 
     def drop(self) -> bool:
         """Whether this call has to run stock code."""
@@ -112,7 +117,10 @@ def _settings_of(module: nn.Module) -> list[str]:
     ]
 
 
-_CHANGED = "a module or a setting of the block was changed or hooked since it was recognised"
+_CHANGED = (
+    "a module or a setting of the block was changed or hooked since it was recognised: undo that, or call "
+    "densify_ and sparsify_ again"
+)
 
 
 class _OwnForward:
@@ -418,6 +426,19 @@ def named_blocks(model: nn.Module) -> list[tuple[str, SparseMLP]]:
         if block is not None:
             blocks.append((name, block))
     return blocks
+
+
+def dropouts_inside(model: nn.Module) -> list[tuple[str, float]]:
+    """(name, probability) of the dropouts inside blocks that `sparsify_` found, which run stock code while
+    they are on. The name is that of an attribute: "h.0.mlp.dropout.p"."""
+    names = {module: name for name, module in model.named_modules()}
+    found = [module.__dict__["_twell_block"][1] for module in names if "_twell_block" in module.__dict__]
+    found += [c._dropouts for module in names for c in module.__dict__.get("_twell_carriers", ())]
+    return [
+        (f"{names.get(module, '')}.{attribute}".lstrip("."), value)
+        for dropouts in found
+        for module, attribute, value in dropouts.probabilities()
+    ]
 
 
 def twin_of(module: nn.Module) -> BlockTwin | None:

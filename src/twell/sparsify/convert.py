@@ -47,7 +47,7 @@ class SparsifyReport:
     """What `sparsify_` found. Prints as a table.
 
     blocks:  those that run on our kernels now.
-    skipped: modules that look like blocks and are none that we can run, with the reason.
+    skipped: modules that look like blocks and are none that we can run, with the reason and what to do.
     already: names of blocks that were sparse before.
     """
 
@@ -62,9 +62,7 @@ class SparsifyReport:
             key = (row.kind, ", ".join(row.projections), row.activation, shape, "sparse")
             groups.setdefault(key, []).append(row.block)
         for skipped in self.skipped:
-            groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped.reason}"), []).append(
-                skipped.name
-            )
+            groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped}"), []).append(skipped.name)
         if self.already:
             groups["", "", "", "", "sparse before"] = list(self.already)
         if not groups:
