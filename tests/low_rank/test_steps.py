@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import twell
-from twell import policy
+from twell import low_rank, policy
 
 from ..accuracy import assert_accurate
 from .adapted import (
@@ -259,3 +262,28 @@ def test_other_wrappers_run_themselves():
     mlp = mlp_of(model)
     mlp.up_proj = nn.Sequential(mlp.up_proj)
     assert not is_sparse(model)
+
+
+def test_threads_that_call_first(monkeypatch):
+    """One makes room for the adapters, the others wait for it: no one reads what is half written."""
+    clear, turn = low_rank._Side.clear, itertools.count()
+
+    def slow_clear(side):
+        time.sleep(0.01 * next(turn))  # some are done when others begin
+        clear(side)
+        time.sleep(0.02)
+
+    monkeypatch.setattr(low_rank._Side, "clear", slow_clear)
+    model = adapted().eval()
+    expected = as_peft(model)
+    batches = [inputs(n) for n in range(1, 9)]
+
+    def calls(x):
+        with torch.no_grad():
+            return [model(x) for _ in range(20)]
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(calls, batches))
+    for x, outputs in zip(batches, found, strict=True):
+        for y in outputs:
+            torch.testing.assert_close(y, expected(x), rtol=1e-4, atol=1e-4)

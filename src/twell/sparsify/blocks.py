@@ -22,6 +22,9 @@ from .twin import WRAPPED, BlockTwin
 _DROPOUT = "a dropout inside the block is on: call .eval(), or set it to 0"
 
 
+_swapping = threading.Lock()  # two threads must not change a class twice
+
+
 class Dropouts:
     """The dropouts inside a block, looked at in every call: between its projections they change what has to
     be computed.
@@ -264,8 +267,10 @@ class Carrier:
             module = place.module
             if module is None or not is_lora(module) or "_twell_carrier" in module.__dict__:
                 continue
-            if base_of(module).__dict__.get("_twell_carrier") is self:
-                _swap(module, mixin, self)
+            with _swapping:
+                mine = base_of(module).__dict__.get("_twell_carrier") is self
+                if mine and "_twell_carrier" not in module.__dict__:
+                    _swap(module, mixin, self)
 
     def _why_stock(self, x: Tensor) -> str | None:
         if self._dropouts.drop():
