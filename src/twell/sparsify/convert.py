@@ -92,7 +92,8 @@ def sparsify_(
     fatrelu or a shifted ReLU. Everything else stays stock, and so do parameters, names and state-dict keys:
     `save_pretrained`, optimisers, `torch.compile` and `generate` go on as before. Where a block cannot run on
     our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA,
-    put on before or after, runs on our kernels too.
+    put on before or after, runs on our kernels too. Weights may be laid out otherwise in memory;
+    `state_dict()` then has contiguous copies, so change weights through the parameters.
 
     plan:       how to run the blocks, also those that were sparsified before; None decides by itself.
     filter_fn:  called with a block's name and module; False leaves the block as it is.
