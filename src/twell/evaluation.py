@@ -23,6 +23,7 @@ from .train.checkpoints import find_model
 from .train.data.tokenizer import Encoder
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*", "*.model", "*.tiktoken", "tekken.json")
 PAPER_TASKS = ("arc_easy", "arc_challenge", "hellaswag", "openbookqa", "piqa", "winogrande", "commonsense_qa")
 
 
@@ -34,26 +35,62 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
     dtype:   "auto" is the checkpoint's dtype on a GPU and float32 on a CPU.
     device:  None picks a GPU if there is one.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one bar per tensor
     source = find_model(path)
     if dtype != "auto" and dtype not in DTYPES:
         reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
+    _require_causal(path, source)
+    tokenizer = _tokenizer(path, source)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = DTYPES.get(dtype, torch.float32 if place == "cpu" else "auto")
     model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
     if not named_blocks(model) and find_blocks(model, None).blocks:
         sparsify_(model)
-    return model, AutoTokenizer.from_pretrained(source)
+    return model, tokenizer
+
+
+def _require_causal(path: str, source: str) -> None:
+    """Refuse other models before their weights are read, in one line."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.from_pretrained(source)
+    kind = next(iter(config.architectures or []), f"model of type {config.model_type}")
+    found, accepted = f"{path!r}, a {kind}", "a causal language model"
+    if config.is_encoder_decoder:
+        reject("model", f"{found}: an encoder and a decoder", accepted)
+    if kind.endswith("ForMaskedLM"):
+        reject("model", f"{found}: it predicts masked tokens", accepted)
+    by_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not by_code:
+        reject("model", found, accepted)
+
+
+def _tokenizer(path: str, source: str) -> Any:
+    from transformers import AutoTokenizer
+
+    accepted = "a model with the files of its tokenizer, which tokenizer.save_pretrained writes"
+    folder = Path(source)
+    # For some classes transformers makes an empty one of nothing.
+    if folder.is_dir() and not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+        reject("model", f"{path!r}, without a tokenizer", accepted)
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except ImportError:
+        raise
+    except Exception as error:  # damaged files fail in any way
+        reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0].rstrip(" :")
+        return reject("model", f"{path!r}, whose tokenizer does not load ({reason})", accepted)
 
 
 def require_sparse_blocks(model: Any) -> None:
     """Refuse a model that `load_model` could not make sparse, and say why."""
     if named_blocks(model):
         return
-    reasons = "; ".join(sorted({skipped.reason for skipped in find_blocks(model, None).skipped}))
+    reasons = "; ".join(sorted({str(skipped) for skipped in find_blocks(model, None).skipped}))
     found = f"a {type(model).__name__} without blocks that have exact zeros"
     accepted = "a model with ReLU, squared ReLU, fatrelu, a shifted ReLU or dReLU"
     reject("model", f"{found}: {reasons}" if reasons else found, accepted)

@@ -13,6 +13,7 @@ matrices, B or A of `down`, into the columns behind it.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -64,6 +65,7 @@ class LowRank:
         self._features = self._outputs = 0  # columns of the rooms; 0: no rooms
         self._written = _Contents()
         self._token: weakref.ref[_Token] | None = None
+        self._lock = threading.Lock()  # another thread finds the rooms filled, not half
 
     def prepare(
         self, x: Tensor, gate: Projection | None, up: Projection, down: Projection, shift: float = 0.0
@@ -85,11 +87,12 @@ class LowRank:
         if reason is not None:
             return reason
         device = x.device.type
-        inputs = _Side(list(found[0].values()), self._features, device, last=False)
-        outputs = _Side(list(found[1].values()), self._outputs, device, last=True)
-        if x.shape[-1] != inputs.own:
-            return f"x has {x.shape[-1]} features, the block {inputs.own}"
-        reason = self._fill(inputs, outputs)
+        with self._lock:
+            inputs = _Side(list(found[0].values()), self._features, device, last=False)
+            outputs = _Side(list(found[1].values()), self._outputs, device, last=True)
+            if x.shape[-1] != inputs.own:
+                return f"x has {x.shape[-1]} features, the block {inputs.own}"
+            reason = self._fill(inputs, outputs)
         if reason is not None:
             return reason
 
@@ -132,7 +135,7 @@ class LowRank:
         for side in (inputs, outputs):
             for weight in side.weights if side.size else ():
                 if not self._has_room(weight, side.size) and not self._lay_out(weight, side):
-                    return "its weights serve another block too, or a CUDA graph is being captured"
+                    return "its weights serve another block or process too, or a CUDA graph is being captured"
         self._features, self._outputs = inputs.size, outputs.size
         with torch.no_grad():
             # Without terms, what a backward to come will read stays; x' has zeros for it.
@@ -156,6 +159,8 @@ class LowRank:
         if owner is not None and owner() not in (None, self):
             return False
         if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if not parameter.is_cuda and parameter.is_shared():
             return False
         with torch.inference_mode(False), torch.no_grad():
             stored = weight.by_neuron(parameter.data)

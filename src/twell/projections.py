@@ -5,13 +5,14 @@ Neither transformers nor peft is imported: their classes are known by name.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-LINEAR_TWINS: set[type] = set()
-"""Subclasses of `nn.Linear` that compute the same (`sparsify.linear_twins`). A plain set: compiled code looks
-into it."""
+LINEAR_TWINS: dict[type, FunctionType] = {}
+"""Subclasses of `nn.Linear` that compute the same (`sparsify.linear_twins`), each with its forward, which may
+be patched later. A plain dictionary: compiled code looks into it."""
 
 
 # Hooks of all modules: torch changes these dictionaries in place.
@@ -127,7 +128,9 @@ def is_projection(module: nn.Module) -> bool:
 
 def is_bare_projection(module: nn.Module) -> bool:
     kind = stock_class(module)
-    return kind is nn.Linear or is_conv1d(kind) or kind in LINEAR_TWINS
+    if kind is nn.Linear or is_conv1d(kind):
+        return True
+    return kind in LINEAR_TWINS and LINEAR_TWINS[kind] is kind.forward
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -45,3 +47,38 @@ def test_a_missing_text_is_named(saved):
     root, _ = saved
     with pytest.raises(ValueError, match=r"nowhere\.txt"):
         run(root / "ours", "--text", "nowhere.txt")
+
+
+@pytest.fixture(scope="module")
+def unsuitable(saved, tmp_path_factory):
+    """Folders with an encoder-decoder, a masked language model, and models without a tokenizer."""
+    import transformers as hf
+
+    root = tmp_path_factory.mktemp("unsuitable")
+    sizes = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    t5 = hf.T5Config(vocab_size=384, d_model=32, d_ff=64, d_kv=16, num_layers=1, num_heads=2)
+    hf.T5ForConditionalGeneration(t5).save_pretrained(root / "t5")
+    hf.BertForMaskedLM(hf.BertConfig(**sizes, intermediate_size=64)).save_pretrained(root / "bert")
+    opt = hf.OPTConfig(**sizes, ffn_dim=64, word_embed_proj_dim=32)
+    hf.OPTForCausalLM(opt).save_pretrained(root / "none")
+    shutil.copytree(saved[0] / "ours", root / "broken")
+    (root / "broken" / "tokenizer.json").write_text("{}")
+    return root
+
+
+@pytest.mark.parametrize("command", ["explain", "prune", "eval", "generate"])
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("t5", r"t5', a T5ForConditionalGeneration: an encoder and a decoder; accepted: a causal"),
+        ("bert", r"bert', a BertForMaskedLM: it predicts masked tokens; accepted: a causal"),
+        ("none", r"none', without a tokenizer; accepted: .*tokenizer\.save_pretrained"),
+        ("broken", r"broken', whose tokenizer does not load.*; accepted: .*tokenizer\.save_pretrained"),
+    ],
+)
+def test_unsuitable_models_are_refused_in_one_line(saved, unsuitable, tmp_path, command, model, message):
+    text = ["--prompt", "x"] if command == "generate" else ["--text", str(saved[1])]
+    out = ["--out", str(tmp_path / "out")] if command == "prune" else []
+    with pytest.raises(ValueError, match=r"^model: got .*" + message) as error:
+        CliRunner().invoke(app, [command, str(unsuitable / model), *text, *out], catch_exceptions=False)
+    assert "\n" not in str(error.value)

@@ -16,6 +16,8 @@ from transformers import (
     BertModel,
     BloomConfig,
     BloomForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     MistralConfig,
@@ -219,6 +221,23 @@ def test_blocks_that_run_stock_cannot_be_recorded():
     densify_(sparse)
     sparse.l1_weight = 0.0
     assert sparse(tokens(), labels=tokens()).l1 is None
+
+
+def test_a_dropout_inside_the_blocks_is_named(caplog, monkeypatch):
+    monkeypatch.setattr("twell._log._logged", set())
+    config = GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.1)
+    with caplog.at_level("INFO", logger="twell"):
+        sparse = relufy(GPT2LMHeadModel(config), l1_coeff=0.1).train()
+    assert "transformer.h.0.mlp.dropout.p = 0.1" in caplog.text
+    message = r"dropout transformer\.h\.0\.mlp\.dropout\.p = 0\.1 and 1 more; accepted: dropouts of 0"
+    with pytest.raises(ValueError, match=message):
+        sparse(tokens(), labels=tokens())
+    for layer in sparse.transformer.h:
+        layer.mlp.dropout.p = 0.0
+    assert sparse(tokens(), labels=tokens()).l1.shape == (2,)
+    densify_(sparse)
+    with pytest.raises(ValueError, match=r"no sparse block.*accepted: one after twell\.sparsify_"):
+        sparse(tokens(), labels=tokens())
 
 
 def test_relufied_models_are_copied_and_pickled():

@@ -70,3 +70,16 @@ def test_looking_leaves_the_random_state():
     for each in model:
         twell.sparsify_(each)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_class_that_is_patched_later(monkeypatch, fresh_compiler):
+    model, x = block(SpelledOut), torch.randn(5, 8)
+    twell.sparsify_(model, plan=PLAN)
+    compiled = torch.compile(lambda x: model(x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    monkeypatch.setattr(SpelledOut, "forward", lambda self, x: 2 * (x @ self.weight.T + self.bias))
+    wanted = model[2](torch.relu(model[0](x)))
+    with twell.recorded_paths() as ran:
+        torch.testing.assert_close(model(x), wanted)
+    assert not ran
+    assert not twell.sparsify_(block(SpelledOut)).blocks

@@ -20,6 +20,7 @@ from .._errors import reject
 from .._log import log_once
 from ..activations import Activation
 from ..sparsify import sparsify_
+from ..sparsify.blocks import dropouts_inside
 from .config import EXACT_ZEROS
 from .families import FAMILIES
 from .layers import sparse_mlps
@@ -111,9 +112,16 @@ def _relufied_stock(
     converted = _with_weights_of(model, type(model), config)
     report = sparsify_(converted)
     if not report.blocks:
-        reasons = sorted({skipped.reason for skipped in report.skipped}) or ["it has no feed-forward block"]
+        reasons = sorted({str(skipped) for skipped in report.skipped}) or ["it has no feed-forward block"]
         reject(
             "model_or_path", f"a {kind} ({'; '.join(reasons)})", "a model whose blocks sparsify_ recognises"
+        )
+    dropouts = dropouts_inside(converted)
+    if dropouts:
+        name, value = dropouts[0]
+        log_once(
+            f"relufy: {kind} has dropouts inside its blocks ({name} = {value:g}), which train dense and "
+            "without the L1 term while those are on; set them to 0 in the model or in its config"
         )
     record_sparsity_of(converted, l1_coeff)
     return converted

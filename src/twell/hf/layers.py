@@ -14,7 +14,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .._errors import reject
 from ..nn import SparseMLP
-from ..sparsify.blocks import named_blocks
+from ..sparsify.blocks import lay_out, named_blocks
+from ..sparsify.twin import BlockTwin
 from .config import SparsityConfig
 
 
@@ -24,10 +25,10 @@ def sparse_mlps(model: nn.Module) -> list[SparseMLP]:
 
 
 def set_neuron_major(model: nn.Module, neuron_major: bool) -> None:
-    """Set the layout of every `down_proj` weight.
+    """Set the layout of the weights of every sparse block, also of those that `twell.sparsify_` found.
 
-    True (the default of the models) stores it neuron by neuron, which sparse execution reads fastest; False
-    stores it contiguously as stock, which FSDP2 needs.
+    True (the default) stores them neuron by neuron, which sparse execution reads fastest; False stores them
+    contiguously as stock, which FSDP2 needs.
     """
     for mlp in sparse_mlps(model):
         mlp.neuron_major = neuron_major
@@ -35,7 +36,10 @@ def set_neuron_major(model: nn.Module, neuron_major: bool) -> None:
 
 
 def restore_layout(mlp: SparseMLP) -> None:
-    """Give `down_proj.weight` the layout that the block wants; loading may have replaced it."""
+    """Give the weights the layout that the block wants; loading may have replaced it."""
+    if isinstance(mlp, BlockTwin):
+        lay_out(mlp)
+        return
     weight = getattr(mlp.down_proj, "weight", None)
     if type(mlp.down_proj) is not nn.Linear or type(weight) is not nn.Parameter:
         return  # quantised, wrapped or sharded: not ours to lay out

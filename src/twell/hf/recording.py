@@ -18,6 +18,7 @@ from .._errors import reject
 from .._log import log_once
 from ..functional import FfnStats
 from ..nn import SparseMLP
+from ..sparsify.blocks import dropouts_inside
 from .layers import sparse_mlps
 
 _NOT_A_LABEL = -100
@@ -109,12 +110,7 @@ class RecordsSparsity:
         missing = sum(layer is None for layer in stats)
         if missing or not stats:
             if labels is not None and self.training and self.l1_weight > 0:
-                reject(
-                    "model",
-                    f"{missing} of {len(stats)} blocks that ran their stock forward",
-                    "blocks that record their sparsity: sparsified, without dropout, hooks or wrapped "
-                    "projections (twell.explain says why); or l1_weight = 0",
-                )
+                self._reject_missing(missing, len(stats))
             return output
         self._check_l1_gradient(mlps, stats)
         device = stock.logits.device  # layers may be spread over devices
@@ -132,6 +128,22 @@ class RecordsSparsity:
                 weight = weight * _share_of(shifted, num_items, arguments).to(output.l1_loss)
             output.loss = stock.loss + weight * output.l1_loss
         return output
+
+    def _reject_missing(self, missing: int, blocks: int) -> None:
+        if not blocks:
+            reject("model", "no sparse block, for the L1 term", "one after twell.sparsify_; or l1_weight = 0")
+        found = f"{missing} of {blocks} blocks that ran their stock forward"
+        dropouts = dropouts_inside(self)
+        if dropouts:
+            name, value = dropouts[0]
+            number = f"dropout {name} = {value:g}" + (f" and {len(dropouts) - 1} more" * (len(dropouts) > 1))
+            reject("model", f"{found}: {number}", "dropouts of 0 inside the blocks; or l1_weight = 0")
+        reject(
+            "model",
+            found,
+            "blocks that record their sparsity, without hooks or wrapped projections (twell.explain says "
+            "why); or l1_weight = 0",
+        )
 
     def _warn_of_padding(self, attention_mask: Any) -> None:
         """Search the first readable masks for padding. Few, since reading one on a GPU waits for it."""

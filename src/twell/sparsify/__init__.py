@@ -5,6 +5,7 @@ proof             works out what the projections of a module do, by running its 
 stock_code        finds projections that a layer's code calls one after the other
 linear_twins      admits subclasses of nn.Linear that compute the same
 recognition       searches a model with these
+ways_out          what to do about what it skips
 adapters          blocks that users describe
 roles, twin       the weights of a block, and our block on them
 blocks            what runs in its place

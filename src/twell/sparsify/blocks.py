@@ -7,18 +7,22 @@ changes its class to a subclass of its own, which runs ours where it can and its
 from __future__ import annotations
 
 import threading
-from functools import cache
+from functools import cache, update_wrapper
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..nn import SparseMLP
-from ..projections import base_of, has_hooks, is_lora, is_plain
+from ..projections import base_of, has_hooks, has_weight, is_lora, is_plain, stock_class
 from .roles import Place
 from .twin import WRAPPED, BlockTwin
 
-_DROPOUT = "a dropout inside the block is on"
+_DROPOUT = "a dropout inside the block is on: call .eval(), or set it to 0"
+
+
+_swapping = threading.Lock()  # two threads must not change a class twice
 
 
 class Dropouts:
@@ -33,6 +37,11 @@ class Dropouts:
     def __init__(self, owner: nn.Module, modules: list[nn.Module], numbers: list[str], always: bool) -> None:
         self._owner, self._modules, self._numbers, self._always = owner, modules, numbers, always
 
+    def probabilities(self) -> list[tuple[nn.Module, str, float]]:
+        """(module, attribute, probability) of those that are not 0."""
+        places = [*((module, "p") for module in self._modules), *((self._owner, n) for n in self._numbers)]
+        return [(m, name, value) for m, name in places if (value := getattr(m, name, None) or 0) > 0]
+
     def drop(self) -> bool:
         """Whether this call has to run stock code."""
         if any(module.training and module.p > 0 for module in self._modules):
@@ -43,17 +52,35 @@ class Dropouts:
         return self._always or any((state.get(name) or 0) > 0 for name in self._numbers)
 
 
+class _Code:
+    """The forward of a class: tools patch classes as well as modules."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self._kind, self._forward = kind, kind.forward
+
+    def is_patched(self) -> bool:
+        return self._kind.forward is not self._forward
+
+    def __deepcopy__(self, memo: dict) -> _Code:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _Code, (self._kind,)
+
+
 class Surroundings:
     """What else a block's code uses. It was recognised with these modules and settings: a call checks them.
 
     places:   modules besides the projections: none may be replaced or hooked.
     settings: of these modules and the owner, attributes that are numbers, texts or None.
+    code:     of these modules and the owner.
     """
 
-    def __init__(self, owner: nn.Module | None, places: list[Place]) -> None:
-        """owner: None where its settings do not matter: its code was read."""
+    def __init__(self, owner: nn.Module, places: list[Place], owner_settings: bool) -> None:
+        """owner_settings: False where they do not matter: the owner's code was read."""
         self._modules = [(place.holder, place.name, place.module) for place in places]
-        self._watched = [*([] if owner is None else [owner]), *(place.module for place in places)]
+        self._watched = [*([owner] if owner_settings else []), *(place.module for place in places)]
+        self._code = [_Code(kind) for kind in {stock_class(m) for m in (owner, *self._watched)}]
         self.settings = self.settings_now()
 
     def settings_now(self) -> list[tuple[nn.Module, list[str], list[Any]]]:
@@ -67,10 +94,13 @@ class Surroundings:
         for holder, name, module in self._modules:
             if holder._modules.get(name) is not module or has_hooks(module):
                 return True
-        return any(
+        return self.are_patched() or any(
             [getattr(module, name, None) for name in names] != values
             for module, names, values in self.settings
         )
+
+    def are_patched(self) -> bool:
+        return any(code.is_patched() for code in self._code)
 
 
 def _settings_of(module: nn.Module) -> list[str]:
@@ -90,7 +120,10 @@ def _settings_of(module: nn.Module) -> list[str]:
     ]
 
 
-_CHANGED = "a module or a setting of the block was changed or hooked since it was recognised"
+_CHANGED = (
+    "a module or a setting of the block was changed or hooked since it was recognised: undo that, or call "
+    "densify_ and sparsify_ again"
+)
 
 
 class _OwnForward:
@@ -98,7 +131,7 @@ class _OwnForward:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         twin, dropouts, surroundings = self.__dict__["_twell_block"]
-        if dropouts._owner is not self:  # a shallow copy or a replica
+        if dropouts._owner is not self or _is_traced():  # a shallow copy, a replica
             return super().forward(*inputs, **named)
         values = (*inputs, *named.values())
         if dropouts.drop():
@@ -144,11 +177,16 @@ class Carrier:
         # compiler does not trace that.
         self.traced_inside, self.traced_x = False, None
 
+    def runs_in(self, owner: nn.Module) -> bool:
+        """Whether it is the owner, not a shallow copy or a replica, with the code that was read."""
+        return self.owner is owner and not self._surroundings.are_patched()
+
     def enter(self) -> Any:
         """The owner's forward begins; returns what `leave` wants."""
         if torch.compiler.is_compiling():
             self.traced_inside, self.traced_x = True, None
             return None
+        self._follow_adapters()
         local = self._local
         before = getattr(local, "inside", False), getattr(local, "x", None), getattr(local, "adapted", None)
         local.inside, local.x, local.adapted = True, None, None
@@ -177,7 +215,6 @@ class Carrier:
             return True
         if not getattr(self._local, "inside", False):
             return False
-        self._follow_adapters()
         if first is not self.first.module or getattr(self._local, "runs", False):
             return False  # called by what was put around it, or by the twin
         reason, adapted = self._why_stock(x), None
@@ -230,8 +267,10 @@ class Carrier:
             module = place.module
             if module is None or not is_lora(module) or "_twell_carrier" in module.__dict__:
                 continue
-            if base_of(module).__dict__.get("_twell_carrier") is self:
-                _swap(module, mixin, self)
+            with _swapping:
+                mine = base_of(module).__dict__.get("_twell_carrier") is self
+                if mine and "_twell_carrier" not in module.__dict__:
+                    _swap(module, mixin, self)
 
     def _why_stock(self, x: Tensor) -> str | None:
         if self._dropouts.drop():
@@ -288,7 +327,7 @@ class _CarriesInside:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         carriers = self.__dict__["_twell_carriers"]
-        if any(carrier.owner is not self for carrier in carriers):  # a shallow copy or a replica
+        if _is_traced() or not all(carrier.runs_in(self) for carrier in carriers):
             return super().forward(*inputs, **named)
         before = [carrier.enter() for carrier in carriers]
         ended = False
@@ -299,6 +338,11 @@ class _CarriesInside:
             for carrier, kept in zip(carriers, before, strict=True):
                 carrier.leave(kept, ended)
         return output
+
+
+def _is_traced() -> bool:
+    """By torch.jit.trace, which records stock code: what ours decides holds for one input."""
+    return torch._C._get_tracing_state() is not None
 
 
 def _version(x: Tensor) -> int | None:
@@ -312,8 +356,18 @@ def _swapped_class(stock: type[nn.Module], mixin: type) -> type[nn.Module]:
     def reduce(self: nn.Module, protocol: int) -> tuple:
         return _rebuild, (stock, mixin.__name__), self.__getstate__()
 
+    def refuse_script(self: nn.Module) -> None:
+        raise RuntimeError(
+            "torch.jit.script cannot compile a sparsified model; call twell.densify_ on it, or on a copy"
+        )
+
     names = {"__module__": stock.__module__, "__qualname__": stock.__qualname__, "__doc__": stock.__doc__}
-    return type(stock.__name__, (mixin, stock), {**names, "_twell_stock": stock, "__reduce_ex__": reduce})
+    more = {"__reduce_ex__": reduce, "__prepare_scriptable__": refuse_script}
+    # With stock's signature, which torch.export, torch.fx and others look at.
+    own = mixin.forward
+    forward = FunctionType(own.__code__, own.__globals__, own.__name__, own.__defaults__, own.__closure__)
+    more["forward"] = update_wrapper(forward, stock.forward)
+    return type(stock.__name__, (mixin, stock), {**names, "_twell_stock": stock, **more})
 
 
 def _rebuild(stock: type[nn.Module], mixin: str) -> nn.Module:
@@ -328,7 +382,7 @@ def install_own_forward(
     """Make `owner`, which is the block, run as `twin`."""
     owner.__dict__["_twell_block"] = twin, dropouts, surroundings
     owner.__class__ = _swapped_class(type(owner), _OwnForward)
-    _lay_out(twin)
+    lay_out(twin)
 
 
 def install_carrier(carrier: Carrier) -> None:
@@ -343,7 +397,7 @@ def install_carrier(carrier: Carrier) -> None:
         owner.__dict__["_twell_carriers"] = []
         owner.__class__ = _swapped_class(type(owner), _CarriesInside)
     owner.__dict__["_twell_carriers"].append(carrier)
-    _lay_out(carrier.twin)
+    lay_out(carrier.twin)
 
 
 def _swap(module: nn.Module, mixin: type, carrier: Carrier) -> None:
@@ -379,26 +433,49 @@ def named_blocks(model: nn.Module) -> list[tuple[str, SparseMLP]]:
     return blocks
 
 
+def dropouts_inside(model: nn.Module) -> list[tuple[str, float]]:
+    """(name, probability) of the dropouts inside blocks that `sparsify_` found, which run stock code while
+    they are on. The name is that of an attribute: "h.0.mlp.dropout.p"."""
+    names = {module: name for name, module in model.named_modules()}
+    found = [module.__dict__["_twell_block"][1] for module in names if "_twell_block" in module.__dict__]
+    found += [c._dropouts for module in names for c in module.__dict__.get("_twell_carriers", ())]
+    return [
+        (f"{names.get(module, '')}.{attribute}".lstrip("."), value)
+        for dropouts in found
+        for module, attribute, value in dropouts.probabilities()
+    ]
+
+
 def twin_of(module: nn.Module) -> BlockTwin | None:
     """The twin that a module runs; of a carried block, its last projection runs it."""
     block = module.__dict__.get("_twell_block")
     if block is not None:
         return block[0]
-    carrier = module.__dict__.get("_twell_carrier")
+    # Adapters that nothing has run yet are around a projection that is ours.
+    carrier = module.__dict__.get("_twell_carrier") or base_of(module).__dict__.get("_twell_carrier")
     return carrier.twin if carrier is not None and carrier.last.module is module else None
 
 
-def _lay_out(twin: BlockTwin) -> None:
-    """Store every neuron's weights together, without changing shapes; state dicts hold stock tensors."""
+def lay_out(twin: BlockTwin) -> None:
+    """Store every neuron's weights together, without changing shapes, or as stock; state dicts hold stock
+    tensors either way."""
     for role, by_neuron in _layouts(twin):
         module = base_of(role.place.module)
+        if not has_weight(module) or _is_shared(module.weight):
+            continue
         weight = module.weight
-        wanted = weight if by_neuron else weight.mT
+        wanted = weight if by_neuron or not twin.neuron_major else weight.mT
         if not wanted.is_contiguous():
             # Through .data: optimisers and tied modules keep the same Parameter.
-            weight.data = wanted.data.contiguous() if by_neuron else wanted.data.contiguous().mT
+            data = wanted.data.contiguous()
+            weight.data = data if wanted is weight else data.mT
         if "_twell_layout" not in module.__dict__:
             module.__dict__["_twell_layout"] = module.register_state_dict_post_hook(export_stock_layout)
+
+
+def _is_shared(weight: Tensor) -> bool:
+    """Whether other processes read it where it is."""
+    return weight.device.type == "cpu" and weight.is_shared()
 
 
 def _layouts(twin: BlockTwin) -> list[tuple]:

@@ -47,7 +47,7 @@ class SparsifyReport:
     """What `sparsify_` found. Prints as a table.
 
     blocks:  those that run on our kernels now.
-    skipped: modules that look like blocks and are none that we can run, with the reason.
+    skipped: modules that look like blocks and are none that we can run, with the reason and what to do.
     already: names of blocks that were sparse before.
     """
 
@@ -62,9 +62,7 @@ class SparsifyReport:
             key = (row.kind, ", ".join(row.projections), row.activation, shape, "sparse")
             groups.setdefault(key, []).append(row.block)
         for skipped in self.skipped:
-            groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped.reason}"), []).append(
-                skipped.name
-            )
+            groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped}"), []).append(skipped.name)
         if self.already:
             groups["", "", "", "", "sparse before"] = list(self.already)
         if not groups:
@@ -94,7 +92,8 @@ def sparsify_(
     fatrelu, a shifted ReLU or dReLU. Everything else stays stock, and so do parameters, names and keys:
     `save_pretrained`, optimisers, `torch.compile` and `generate` go on as before. Where a block cannot run on
     our kernels, because of hooks, a dropout in training or mixed dtypes, its stock forward runs. peft's LoRA,
-    put on before or after, runs on our kernels too.
+    put on before or after, runs on our kernels too. Weights may be laid out otherwise in memory;
+    `state_dict()` then has contiguous copies, so change weights through the parameters.
 
     plan:       how to run the blocks, also those that were sparsified before; None decides by itself.
     filter_fn:  called with a block's name and module; False leaves the block as it is.
@@ -148,7 +147,7 @@ def _install(found: Found, plan: Plan | None) -> None:
         others = places_besides(owner, found.proven.roles.modules)
         dropouts = [place.module for place in others if isinstance(place.module, nn.Dropout)]
         numbers = [name for name, value in vars(owner).items() if is_probability(name, value)]
-        surroundings = Surroundings(owner, others)
+        surroundings = Surroundings(owner, others, owner_settings=True)
         install_own_forward(owner, twin, Dropouts(owner, dropouts, numbers, always), surroundings)
         return
     activation = split.activation
@@ -156,7 +155,7 @@ def _install(found: Found, plan: Plan | None) -> None:
         activation.holder._modules[activation.name] = copy.copy(activation.module)
     watched = [place for place in (activation, *split.through) if place is not None]
     dropouts = Dropouts(owner, list(split.dropouts), list(split.numbers), always)
-    surroundings = Surroundings(None, watched)
+    surroundings = Surroundings(owner, watched, owner_settings=False)
     install_carrier(
         Carrier(twin, owner, dropouts, surroundings, split.first, split.last, activation, split.through)
     )

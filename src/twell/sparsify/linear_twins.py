@@ -23,8 +23,9 @@ _EXPRESSIONS = (ast.BinOp, ast.MatMult, ast.Add, ast.Compare, ast.Is, ast.IsNot,
 
 def admit_linear_twins(model: nn.Module) -> None:
     """Let the twins in `model` count as projections."""
-    kinds = {type(module) for module in model.modules()} - LINEAR_TWINS
-    LINEAR_TWINS.update(kind for kind in kinds if kind.__bases__ == (nn.Linear,) and _is_twin(kind))
+    for kind in {type(module) for module in model.modules()}:
+        if kind.__bases__ == (nn.Linear,) and LINEAR_TWINS.get(kind) is not kind.forward and _is_twin(kind):
+            LINEAR_TWINS[kind] = kind.forward
 
 
 def _is_twin(kind: type[nn.Linear]) -> bool:
@@ -41,6 +42,8 @@ def _is_plain_code(forward: FunctionType) -> bool:
     try:
         (method,) = ast.parse(textwrap.dedent(inspect.getsource(forward))).body
     except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    if not isinstance(method, ast.FunctionDef):
         return False
     arguments = [argument.arg for argument in method.args.args]
     if (

@@ -24,7 +24,11 @@ from .stock_code import what_code_looks_at
 
 _LEADING = ((2, 3), (6,))  # leading sizes of the x that are tried
 _MORE_TOKENS = (1, 130)  # the code must do the same with few and with many
-_SCALES = (1.0, 100.0, 0.01)  # and with large values and small ones
+_SCALES = (1.0, 100.0, 0.01)  # and with large values and small ones,
+# and with numbers of every size that the dtype has, and these among them.
+_EXTREMES = ((), (math.inf, -math.inf), (math.inf, -math.inf, math.nan))
+
+_REPLACES = "its code looks for NaN or infinity, which our kernels pass on"
 
 
 class NotABlockError(Exception):
@@ -55,6 +59,7 @@ def prove_block(owner: nn.Module, places: list[Place]) -> Proven:
     looks = what_code_looks_at(stock_class(owner))
     if "shape" in looks or "values" in looks:
         raise NotABlockError("its code decides by the shape or the values of its input")
+    _check_nonfinite(owner, {part for place in places for part in place.module.modules()})
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=_cuda_devices(owner)),
@@ -66,15 +71,24 @@ def prove_block(owner: nn.Module, places: list[Place]) -> Proven:
         down = _find_down(trial)
         roles, recognised = _find_gate(trial, [place for place in places if place is not down], down)
         for leading in (trial.leading, *((*trial.leading[:-1], tokens) for tokens in _MORE_TOKENS)):
-            for scale in _SCALES:
-                other = _Trial(owner, places, leading, trial.x.shape[-1], scale)
+            for drawn in (*_SCALES, *_EXTREMES):
+                other = _Trial(owner, places, leading, trial.x.shape[-1], drawn)
                 _check_product(other, roles, recognised)
         steady = _is_steady(trial)
     return Proven(roles, recognised, random_in_training=not steady, one_dtype="dtype" in looks)
 
 
+def _check_nonfinite(owner: nn.Module, projections: set[nn.Module]) -> None:
+    kinds = {stock_class(module) for module in owner.modules() if module not in projections}
+    if any("nonfinite" in what_code_looks_at(kind) for kind in kinds):
+        raise NotABlockError(_REPLACES)
+
+
 class _Trial:
-    """Runs `owner` on a random x [*leading, features] with stand-ins for its projections."""
+    """Runs `owner` on a random x [*leading, features] with stand-ins for its projections.
+
+    drawn: a scale, or one of `_EXTREMES`.
+    """
 
     def __init__(
         self,
@@ -82,20 +96,29 @@ class _Trial:
         places: list[Place],
         leading: tuple[int, ...],
         features: int,
-        scale: float = 1.0,
+        drawn: float | tuple[float, ...] = 1.0,
     ) -> None:
-        self.owner, self.places, self.leading, self._scale = owner, places, leading, scale
+        self.owner, self.places, self.leading, self._drawn = owner, places, leading, drawn
         weight = places[0].module.weight
         self.dtype, self.device = weight.dtype, weight.device
         self._generator = torch.Generator().manual_seed(1)
         self.x = self.random(features)
 
     def random(self, features: int) -> Tensor:
-        values = torch.randn(*self.leading, features, generator=self._generator) * self._scale
+        shape = *self.leading, features
+        if isinstance(self._drawn, tuple):
+            values = _of_any_size(shape, self.dtype, self._generator, self._drawn)
+        else:
+            values = torch.randn(shape, generator=self._generator) * self._drawn
         return values.to(dtype=self.dtype, device=self.device)
 
-    def random_results(self) -> dict[Place, Tensor]:
-        return {place: self.random(sizes(place.module)[0]) for place in self.places}
+    def random_results(self, selector: Place | None = None) -> dict[Place, Tensor]:
+        """selector: gets no NaN and no -infinity, where ReLUs differ: some are comparisons, some products."""
+        results = {place: self.random(sizes(place.module)[0]) for place in self.places}
+        if selector is not None:
+            values = results[selector]
+            results[selector] = values.masked_fill(values.isnan() | (values == -math.inf), math.inf)
+        return results
 
     def run(self, results: dict[Place, Tensor]) -> tuple[Any, dict[Place, list[Tensor]]]:
         """What the owner returns if its projections return `results`; and what each was given."""
@@ -112,6 +135,21 @@ class _Trial:
 
         with standing_in({place.module: stand_in(place) for place in self.places}):
             return stock_class(self.owner).forward(self.owner, self.x), given
+
+
+def _of_any_size(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, others: tuple[float, ...]
+) -> Tensor:
+    """Of both signs, from the smallest of `dtype` to the largest, with a few `others` among them."""
+    limits = torch.finfo(dtype)
+    least, most = math.log10(limits.tiny), math.log10(limits.max)
+    size = torch.rand(shape, generator=generator, dtype=torch.float64) * (most - least) + least
+    sign = torch.randint(2, shape, generator=generator) * 2 - 1
+    values = (10.0**size * sign).flatten()
+    places = torch.randperm(len(values), generator=generator)[: max(3, len(values) // 16)]
+    for k, other in enumerate(others):
+        values[places[k :: len(others)]] = other
+    return values.view(shape)
 
 
 @contextmanager
@@ -182,6 +220,7 @@ def is_probability(name: str, value: object) -> bool:
 
 def recognise_steady(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Recognised:
     """The activation that a module computes, in training mode as well."""
+    _check_nonfinite(module, set())
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
@@ -192,6 +231,9 @@ def recognise_steady(module: nn.Module, dtype: torch.dtype, device: torch.device
         for training in (False, True, True):
             _set_mode(module, training)
             found.append(recognise(module, dtype, device))
+        infinity = torch.full((2, 4), math.inf, dtype=dtype, device=device)
+        if not _same(module(infinity.clone()), infinity):
+            raise NotABlockError("its activation makes a number of infinity")
     if isinstance(found[0], str):
         raise NotABlockError(found[0])
     if found != found[:1] * 3:
@@ -309,14 +351,19 @@ def _ask(
 
 def _check_product(trial: _Trial, roles: Roles, recognised: Recognised) -> None:
     """On random values, all of it at once: hidden = activation(gate - shift) * up, or * relu(up)."""
-    results = trial.random_results()
-    output, given = trial.run(results)
     selector = roles.up if roles.gate is None else roles.gate
+    results = trial.random_results(selector.place)
+    output, given = trial.run(results)
     pre = _rows(results[selector.place], selector)
     hidden = recognised.activation(pre - recognised.shift if recognised.shift else pre)
     if roles.gate is not None:
         hidden = hidden * recognised.activation.factor(_rows(results[roles.up.place], roles.up))
-    if not _same(given[roles.down.place][0], hidden) or not _same(output, results[roles.down.place]):
+    first = [given[place][0] for place in trial.places if place is not roles.down.place]
+    if (
+        not all(_same(x, trial.x) for x in first)
+        or not _same(given[roles.down.place][0], hidden)
+        or not _same(output, results[roles.down.place])
+    ):
         raise NotABlockError("it does more than a feed-forward block does")
 
 
@@ -341,7 +388,7 @@ def _same(one: Any, other: Tensor) -> bool:
         isinstance(one, Tensor)
         and one.shape == other.shape
         and one.dtype == other.dtype
-        and torch.equal(one, other)
+        and bool(((one == other) | (one.isnan() & other.isnan())).all())
     )
 
 
@@ -364,8 +411,15 @@ def prove_selector(module: nn.Module, up: Place) -> Recognised:
             return torch.cat(answers)
 
         recognised = recognise(respond, trial.dtype, trial.device)
-    if isinstance(recognised, str):
-        raise NotABlockError(recognised)
+        if isinstance(recognised, str):
+            raise NotABlockError(recognised)
+        for drawn in _EXTREMES:
+            other = _Trial(module, [up], trial.leading, trial.x.shape[-1], drawn)
+            pre = other.random_results(up)[up]
+            output, given = other.run({up: pre.clone()})
+            hidden = recognised.activation(pre - recognised.shift)
+            if not _same(given[up][0], other.x) or not _same(output, hidden):
+                raise NotABlockError("it does more than activate its projection")
     return recognised
 
 
@@ -401,10 +455,11 @@ def prove_last(module: nn.Module, down: Place) -> bool:
             raise NotABlockError("something comes before its last projection")
         return output
 
-    one, other = random(neurons), random(neurons)
+    one = random(neurons)
+    others = [_of_any_size(tuple(one.shape), one.dtype, generator, drawn).to(one) for drawn in _EXTREMES]
     with torch.no_grad(), torch.random.fork_rng(devices=_cuda_devices(module)), _modes_kept(module):
         _set_mode(module, training=False)
-        if not torch.equal(run(one), run(other)):
+        if not all(_same(run(other), run(one)) for other in others):
             raise NotABlockError("the hidden values reach more than its last projection")
         _set_mode(module, training=True)
         try:

@@ -17,6 +17,7 @@ from .linear_twins import admit_linear_twins
 from .proof import NotABlockError, Proven, prove_block, prove_last, prove_selector, recognise_steady, sizes
 from .roles import Place, Role, Roles, why_unsuitable
 from .stock_code import Chain, Step, chains_of, input_reader
+from .ways_out import way_out
 
 _MOST_PROJECTIONS = 3
 
@@ -55,9 +56,18 @@ class Found:
 
 @dataclass(frozen=True)
 class Skipped:
+    """A module that looks like a block and is none that we can run. Prints as the reason and what to do."""
+
     name: str
     kind: str
     reason: str
+
+    @property
+    def way_out(self) -> str:
+        return way_out(self.reason)
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.way_out}" if self.way_out else self.reason
 
 
 @dataclass
@@ -102,10 +112,29 @@ class _Search:
         places = _projections_of(module)
         if _has_experts(module):
             self._refuse(name, module, "experts stored as 3-D parameters", [])
-        elif places and len(places) <= _MOST_PROJECTIONS:
+        elif len(places) < 2:
+            self._look_for_others(name, module)
+        elif len(places) <= _MOST_PROJECTIONS:
             self._try(name, module, places)
         if any(place.module not in self._taken for place in places):
             self._try_split(name, module)
+
+    def _look_for_others(self, name: str, module: nn.Module) -> None:
+        """Blocks whose projections were replaced by others, as quantisation does."""
+        shapes, others = [], []
+        for child in module.children():
+            shape = getattr(child, "out_features", None), getattr(child, "in_features", None)
+            if all(isinstance(size, int) for size in shape):
+                shapes.append(shape)
+                others += [] if is_projection(child) else [child]
+        if not others or len(shapes) not in (2, 3) or not _are_of_a_block(shapes):
+            return
+        if any(hasattr(child, "parametrizations") for child in others):
+            reason = "a projection is parametrised"
+        else:
+            kinds = ", ".join(sorted({_spelled(type(child)) for child in others}))
+            reason = f"its projections ({kinds}) are not nn.Linear"
+        self._refuse(name, module, reason, [])
 
     def _is_described(self, name: str, module: nn.Module) -> bool:
         """Whether an adapter knows the module, which is then a block or refused."""
@@ -127,7 +156,7 @@ class _Search:
         return findings
 
     def _try(self, name: str, module: nn.Module, places: list[Place]) -> None:
-        if len(places) < 2 or self._is_taken(places):
+        if self._is_taken(places):
             return
         try:
             _check_suitable(places)
@@ -184,6 +213,11 @@ class _Search:
         return any(place.module in self._taken for place in places)
 
 
+def _spelled(kind: type) -> str:
+    name = kind.__name__
+    return name if name != "Linear" else f"{kind.__module__.partition('.modules.')[0]}.{name}"
+
+
 def _projections_of(module: nn.Module) -> list[Place]:
     """The projections inside a module, each once; none if there are too many for a block and its layer."""
     places: dict[nn.Module, Place] = {}
@@ -203,7 +237,10 @@ def _inside_lora(module: nn.Module) -> set[nn.Module]:
 def _has_the_sizes(places: list[Place]) -> bool:
     """Whether one projection takes what another one gives, or half of it, and neither is square: attention
     has other sizes."""
-    shapes = [sizes(place.module) for place in places]
+    return _are_of_a_block([sizes(place.module) for place in places])
+
+
+def _are_of_a_block(shapes: list[tuple[int, int]]) -> bool:
     return any(
         outputs in (inputs, 2 * inputs) and inputs != features
         for outputs, features in shapes
@@ -318,7 +355,8 @@ def _split_block(name: str, owner: nn.Module, steps: tuple[Step, ...]) -> Found 
             first = up
     random = _only_projection(last) not in (None, last) and prove_last(last.module, down)
     roles = Roles(None, Role(up, linear=is_linear(up.module)), Role(down, linear=is_linear(down.module)))
-    drop = tuple(place.module for place in dropouts)
+    inside = last.module.modules() if random else ()
+    drop = (*(place.module for place in dropouts), *(m for m in inside if isinstance(m, nn.Dropout)))
     split = Split(first, down, activation, drop, tuple(numbers), tuple(through))
     return Found(name, owner, Proven(roles, recognised, random), split)
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+_NONFINITE = {"nan_to_num", "nan_to_num_", "isnan", "isinf", "isposinf", "isneginf", "isfinite"}
+
 
 class Step(NamedTuple):
     """One thing that code does to a value.
@@ -81,14 +83,23 @@ def _named_otherwise(nodes: list[ast.AST]) -> list[str]:
     ]
 
 
-def what_code_looks_at(kind: type[nn.Module]) -> set[str]:
-    """What conditions in the code of a class look at, besides itself: "shape", "dtype", "values"."""
+def what_code_looks_at(kind: type[nn.Module]) -> frozenset[str]:
+    """What conditions in the code of a class look at, besides itself: "shape", "dtype", "values"; and
+    "nonfinite" where any of its code looks for NaN or infinity."""
+    return _what_code_looks_at(kind, _code_of(kind))
+
+
+@cache
+def _what_code_looks_at(kind: type[nn.Module], code: tuple[CodeType, ...]) -> frozenset[str]:
     found: set[str] = set()
     for function in _functions(kind, overridden=False):
         method = _parsed(function)
-        for test in [] if method is None else [n.test for n in ast.walk(method) if hasattr(n, "test")]:
-            found |= _looked_at(test)
-    return found
+        for node in [] if method is None else ast.walk(method):
+            if hasattr(node, "test"):
+                found |= _looked_at(node.test)
+            if (getattr(node, "attr", None) or getattr(node, "id", None)) in _NONFINITE:
+                found.add("nonfinite")
+    return frozenset(found)
 
 
 def _looked_at(test: ast.expr) -> set[str]:
