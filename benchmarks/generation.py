@@ -10,7 +10,7 @@ every layer's real input, bf16, prompts of 128 tokens, 128 new ones, greedy:
 Seconds are per token of a sequence, from the 17th new one on. Outputs are compared in the same
 run, as the share of equal tokens. On an idle GPU:
 
-    python benchmarks/generation.py [--batch N ...] [--stock default static] [--layers N] [--commit HASH] [--out FILE]
+    python benchmarks/generation.py [--batch N ...] [--stock default static] [--layers N] [--commit HASH]
 
 --tiny tries the script with a small model on a CPU.
 """
