@@ -22,6 +22,7 @@ from PIL import Image
 
 import tables_defaults
 import tables_families
+import tables_generation
 import tables_gpu
 import tables_runs
 import tables_sparsified
@@ -146,6 +147,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured-on": measured_on,
     **tables_defaults.TABLES,
     **tables_families.TABLES,
+    **tables_generation.TABLES,
     **tables_sparsified.TABLES,
     **tables_gpu.TABLES,
     **tables_training.TABLES,
