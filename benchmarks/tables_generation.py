@@ -1,4 +1,4 @@
-"""The tables of generation and of the pruned model, for tables.py; the scripts of these names write records."""
+"""The tables of generation and of the pruned model, for tables.py."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def generation() -> str:
 
 def generation_measured_on() -> str:
     record = read_records(GENERATION)[-1]
-    versions = record.versions
+    versions, device = record.versions, record.hardware.get("gpu", "CPU")
     return (
-        f"One {record.hardware.get('gpu', 'CPU')}, torch {versions['torch']}, triton {versions.get('triton')}, "
+        f"One {device}, torch {versions['torch']}, triton {versions.get('triton')}, "
         f"transformers {versions.get('transformers')}, commit {record.commit}, {record.date[:10]}."
     )
 
