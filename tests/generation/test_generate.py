@@ -303,3 +303,17 @@ def test_projections_that_modules_share_stay_where_they_are(static, monkeypatch)
     options = {"do_sample": False, "max_new_tokens": 8}
     assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
     assert second.q_proj.weight is first.q_proj.weight
+
+
+def test_a_batch_that_does_not_fit_is_told_what_does(static, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model = build("llama")
+    of_one = 2 * 2 * 2 * 8 * 4 * 256  # layers, keys and values, heads, size, bytes, columns
+    monkeypatch.setattr(generate, "Step", full)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * of_one + 7, 10 * of_one))
+    with pytest.raises(
+        ValueError, match="input_ids: got 9 sequences with room for 256 tokens each; accepted: at most 5"
+    ):
+        model.generate(prompt(9, 4), max_new_tokens=9, do_sample=False)

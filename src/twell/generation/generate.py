@@ -247,7 +247,7 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
     if step is None:
         while len(kept) >= _MOST_STEPS or any(old[-1] != key[-1] for old in kept):
             kept.pop(next(iter(kept)))
-        step = Step(model, request.sampling, cache, batch, columns, len(request.stops))
+        step = _new_step(model, request, cache, columns, kept)
         key = *key[:-1], _fingerprint(model)  # a step may move weights
         if not is_understood(model) and not _agrees(model, step, request, cache):
             kept.refused = f"a step of {type(model).__name__} does not compute what the model does"
@@ -255,6 +255,26 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
             return None
     kept[key] = step
     return step
+
+
+def _new_step(model: Any, request: Request, cache: Any, columns: int, kept: _Kept) -> Step:
+    batch, stops = request.tokens.shape[0], len(request.stops)
+    try:
+        return Step(model, request.sampling, cache, batch, columns, stops)
+    except torch.OutOfMemoryError:
+        kept.clear()  # steps for other batches hold caches as well
+        torch.cuda.empty_cache()
+    try:
+        return Step(model, request.sampling, cache, batch, columns, stops)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(request.tokens.device)
+    of_one = sum(t[0, :, 0].nbytes for layer in cache.layers for t in (layer.keys, layer.values)) * columns
+    return reject(
+        "input_ids",
+        f"{batch} sequences with room for {columns:,} tokens each",
+        f"at most {free // of_one}: keys and values have to fit the {free / 2**30:.1f} GiB that are free",
+    )
 
 
 def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
