@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, OPTConfig, Qwen2Config
 
 import twell
 from twell.generation import accelerate_, generate
+from twell.generation.decoder import is_understood
 from twell.generation.step import Step
 from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM, SparseQwen2Config, SparseQwen2ForCausalLM
 
@@ -317,3 +319,69 @@ def test_a_batch_that_does_not_fit_is_told_what_does(static, monkeypatch):
         ValueError, match="input_ids: got 9 sequences with room for 256 tokens each; accepted: at most 5"
     ):
         model.generate(prompt(9, 4), max_new_tokens=9, do_sample=False)
+
+
+def test_only_llama_and_qwen2_as_they_are_run_layer_by_layer():
+    class Louder(transformers.LlamaForCausalLM):
+        def forward(self, *given, **named):
+            output = super().forward(*given, **named)
+            output.logits = -output.logits
+            return output
+
+    assert [is_understood(build(kind)) for kind in KINDS] == [True, True, True, True, False]
+    assert not is_understood(Louder(LlamaConfig(**SIZES)))
+    hooked = build("llama")
+    hooked.model.layers[1].register_forward_hook(lambda *given: None)
+    assert not is_understood(hooked)
+
+
+def test_a_model_of_ones_own_keeps_its_logits(static, monkeypatch):
+    class Louder(transformers.LlamaForCausalLM):
+        def forward(self, *given, **named):
+            output = super().forward(*given, **named)
+            output.logits = -output.logits
+            return output
+
+    torch.manual_seed(3)
+    model, ids = accelerate_(Louder(LlamaConfig(**SIZES)).eval()), prompt(2, 6)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    found = model.generate(ids, **options)
+    assert static
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
+def test_positions_of_ones_own_go_on(static, monkeypatch):
+    model, ids = build("sparse llama"), prompt(2, 6)
+    positions = torch.tensor([[7, 8, 9, 30, 31, 40], [0, 1, 2, 3, 4, 5]])
+    options = {"do_sample": False, "max_new_tokens": 12, "position_ids": positions}
+    found = model.generate(ids, **options)
+    assert static
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
+def test_settings_that_change_are_noticed(static, monkeypatch):
+    model, ids = build("llama"), prompt(1, 5)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    model.generate(ids, **options)
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.scaling = 3.0
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert len({id(step) for step in static}) == 2
+
+
+def test_rotary_embeddings_that_depend_on_the_length_stay_stock(static):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = accelerate_(transformers.LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)).eval())
+    model.generate(prompt(1, 5), do_sample=False, max_new_tokens=4)
+    assert not static
+
+
+def test_two_threads_at_once(static, monkeypatch):
+    model = build("sparse llama")
+    options = {"do_sample": False, "max_new_tokens": 30}
+    prompts = [prompt(1, 5, seed) for seed in range(6)]
+    expected = [stock_generate(monkeypatch, model, ids, **options) for ids in prompts]
+    with ThreadPoolExecutor(3) as threads:
+        found = list(threads.map(lambda ids: model.generate(ids, **options), prompts))
+    assert static
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -21,6 +21,8 @@ from .cache import StepCache
 from .merged import Merged, merged_projections, shared_parameters
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
+_HEADS = (llama.LlamaForCausalLM.forward, qwen2.Qwen2ForCausalLM.forward)
+_BACKBONES = (llama.LlamaModel.forward, qwen2.Qwen2Model.forward)
 _ATTENTION = (llama.LlamaAttention, qwen2.Qwen2Attention)
 
 # (token [B], position [B], mask [B, 1, 1, columns], additive) -> logits [B, V]
@@ -38,7 +40,9 @@ def is_understood(model: nn.Module) -> bool:
     `_OwnLayers` does not call."""
     backbone = getattr(model, "model", None)
     layers = getattr(backbone, "layers", ())
-    if not isinstance(model, llama.LlamaForCausalLM | qwen2.Qwen2ForCausalLM) or not len(layers):
+    if type(model).forward not in _HEADS and not getattr(type(model).forward, "is_stock_with_blocks", False):
+        return False
+    if type(backbone).forward not in _BACKBONES or not len(layers):
         return False
     kinds = getattr(model.config, "layer_types", None)
     passed_by = [backbone, *(part for layer in layers for part in (layer, layer.self_attn))]

@@ -7,6 +7,8 @@ which is ours. What a captured step cannot do goes on to transformers' own, with
 from __future__ import annotations
 
 import copy
+import os
+import threading
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -18,6 +20,8 @@ from transformers.generation import stopping_criteria as criteria
 
 from .._errors import reject
 from .._log import log_once
+from ..activations import Activation
+from ..plan import ENVIRONMENT_VARIABLE, Plan
 from .cache import is_plain
 from .decoder import is_understood
 from .sampling import Sampling, sampling_of
@@ -43,10 +47,12 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 
 
 class Request(NamedTuple):
-    """stops: tokens that end a sequence; pad: what follows them; longest: prompt and answer."""
+    """tokens, attended: [B, P], 0 in `attended` where it is padded; positions: [B], of the token after the
+    prompt; stops: tokens that end a sequence; pad: what follows them; longest: prompt and answer."""
 
     tokens: Tensor
     attended: Tensor
+    positions: Tensor
     sampling: Sampling
     stops: list[int]
     pad: int
@@ -74,9 +80,16 @@ class CapturedGeneration:
             if request is not None:
                 log_once(f"generate runs without captured steps: {request}")
             return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        # Steps outlive the call, and inference tensors cannot be used again outside of that mode.
-        with torch.inference_mode(False), torch.no_grad():
-            generated = _generate(self, request, generation_config, model_kwargs, streamer)
+        lock, generated = _kept(self).lock, None
+        if lock.acquire(blocking=False):
+            try:
+                # Steps outlive the call, and inference tensors cannot be used again outside of that mode.
+                with torch.inference_mode(False), torch.no_grad():
+                    generated = _generate(self, request, generation_config, model_kwargs, streamer)
+            finally:
+                lock.release()
+        else:
+            log_once("generate runs without captured steps while another thread has them")
         if generated is not None:
             return generated
         model_kwargs["past_key_values"] = type(model_kwargs["past_key_values"])(config=self.config)
@@ -100,7 +113,7 @@ def _request(
     ]
     unsupported = (
         (_kept(model).refused is not None, _kept(model).refused),
-        (model.training, "the model is in training mode"),
+        (any(module.training for module in model.modules()), "a module in training mode"),
         (model.config.is_encoder_decoder, "an encoder-decoder"),
         (bool(unknown), f"{', '.join(unknown)} among the inputs"),
         (not named.get("use_cache", False), "use_cache=False"),
@@ -113,6 +126,8 @@ def _request(
         (getattr(config, "prefill_chunk_size", None), "a prompt in chunks"),
         (len({p.device for p in model.parameters()}) > 1, "a model on several devices"),
         (any("forward" in vars(m) for m in model.modules()), "a module whose forward was replaced"),
+        (any(type(p) is not nn.Parameter for p in model.parameters()), "parameters of another kind"),
+        (any(_turns_by_length(m) for m in model.modules()), "rotary embeddings that depend on the length"),
     )
     for wrong, reason in unsupported:
         if wrong:
@@ -135,7 +150,19 @@ def _request(
     attended = torch.ones_like(tokens) if attended is None else attended
     if attended.dim() != 2 or attended.shape != tokens.shape:
         return "an attention mask of another shape than the prompt"
-    return Request(tokens, attended, sampling, stops, 0 if pad is None else int(pad.flatten()[0]), longest)
+    positions = named.get("position_ids")
+    if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
+        return "positions of another shape than the prompt"
+    positions = attended.sum(1) if positions is None else positions[:, -1] + 1
+    pad = 0 if pad is None else int(pad.flatten()[0])
+    return Request(tokens, attended, positions.expand(len(tokens)), sampling, stops, pad, longest)
+
+
+def _turns_by_length(module: nn.Module) -> bool:
+    """Whether its rotary embeddings are made anew, and the device waited for, when a text gets longer."""
+    kinds = getattr(module, "rope_type", "")
+    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
 
 
 def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], streamer: Any) -> Any:
@@ -146,7 +173,7 @@ def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], 
     step = _step_for(model, request, cache)
     if step is None:
         return None
-    step.begin(request.tokens, request.attended, cache, request.stops, request.pad)
+    step.begin(request.tokens, request.attended, request.positions, cache, request.stops, request.pad)
     step.choose(outputs.logits[:, -1])
     del outputs
     made = _tokens(step, request.longest - length, bool(request.stops), streamer)
@@ -221,10 +248,14 @@ class _Ends:
 class _Kept(dict[tuple, Step]):
     """The steps of a model, the youngest last. A copy of the model begins without any.
 
-    refused: why it has none, once that is known.
+    refused: why it has none, once that is known; lock: of whoever generates.
     """
 
     refused: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         return _Kept()
@@ -280,7 +311,7 @@ def _new_step(model: Any, request: Request, cache: Any, columns: int, kept: _Kep
 def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
     """Whether a step gives the logits that the model gives for a token after the prompt."""
     token, attended = request.tokens[:, -1:], request.attended
-    step.begin(request.tokens, attended, cache, request.stops, request.pad)
+    step.begin(request.tokens, attended, request.positions, cache, request.stops, request.pad)
     step.token.copy_(token[:, 0])
     try:
         ours = step.logits().float()
@@ -303,13 +334,19 @@ def _room(tokens: int) -> int:
     return columns if columns <= 4 * _COLUMNS else 1 << (columns - 1).bit_length()
 
 
+_SETTINGS = (bool, int, float, str, type(None), tuple, torch.dtype, Plan, Activation)
+
+
 def _fingerprint(model: nn.Module) -> int:
     """Changes where a captured step would read other memory than the model, or run other code."""
     parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in _tensors(model)]
     for module in model.modules():
         hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
-        parts.append((type(module), hooks, id(module), getattr(module, "plan", None)))
-    return hash(tuple(parts))
+        settings = [(name, value) for name, value in vars(module).items() if type(value) in _SETTINGS]
+        parts.append((type(module), hooks, id(module), str(settings)))
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    around = autocast, torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
+    return hash((*parts, *around, model.config._attn_implementation))
 
 
 def _tensors(model: nn.Module) -> Iterator[Tensor]:

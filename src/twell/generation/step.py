@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .._log import log_once
 from ..explanation import state_of
 from ..nn import SparseMLP
 from ..sparsify.blocks import named_blocks
@@ -46,13 +47,25 @@ class Step:
         self._cache = StepCache(prompt, columns, self.column)
         self._decoder = decoder_of(model, self._cache, compiled=device.type == "cuda")
         self._blocks = [block for _, block in named_blocks(model)]
-        self.replays = 0
+        self.replays, self._uncapturable = 0, False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._captured: tuple[str, ...] = ()
 
-    def begin(self, tokens: Tensor, attended: Tensor, cache: Cache, stops: list[int], pad: int) -> None:
-        """Take a prompt, tokens [B, P], whose keys and values are in `cache`. attended: [B, P], 0 where it is
-        padded; pad: what follows a stop token."""
+    def begin(
+        self,
+        tokens: Tensor,
+        attended: Tensor,
+        positions: Tensor,
+        cache: Cache,
+        stops: list[int],
+        pad: int,
+    ) -> None:
+        """Take a prompt, tokens [B, P], whose keys and values are in `cache`.
+
+        attended:   [B, P], 0 where it is padded.
+        positions:  [B], of the token after it.
+        pad:        what follows a stop token.
+        """
         length = tokens.shape[1]
         self._cache.fill(cache)
         self.sequence.fill_(pad)[:, :length] = tokens
@@ -60,7 +73,7 @@ class Step:
         self.mask.fill_(lowest)[:, 0, 0, :length] = torch.where(attended != 0, 0.0, lowest).to(
             self.mask.dtype
         )
-        self.position.copy_(attended.sum(1))
+        self.position.copy_(positions)
         self.column.fill_(length)
         self.ended.fill_(self.columns)
         self._stops.copy_(torch.tensor(stops, dtype=torch.int64))
@@ -94,12 +107,26 @@ class Step:
 
     def replay(self) -> None:
         """The next token, in one launch."""
-        if self._graph is None:
-            graph = torch.cuda.CUDAGraph()
+        if self._graph is None and not self._capture():
+            self.run()
+        else:
+            self._graph.replay()
+
+    def _capture(self) -> bool:
+        if self._uncapturable:
+            return False
+        graph = torch.cuda.CUDAGraph()
+        try:
             with torch.cuda.graph(graph):
                 self.run()
-            self._graph, self._captured = graph, self._paths()
-        self._graph.replay()
+        except Exception as error:
+            self._uncapturable = True
+            log_once(
+                f"generation launches step by step, since one cannot be captured: {error}".splitlines()[0]
+            )
+            return False
+        self._graph, self._captured = graph, self._paths()
+        return True
 
     @property
     def is_captured(self) -> bool:

@@ -113,6 +113,8 @@ class _SparseCausalLM(CapturedGeneration, _SparsePreTrained, RecordsSparsity):
             **kwargs,
         )
 
+    forward.is_stock_with_blocks = True  # what `twell.generation` asks before it calls the layers itself
+
     def recorded_blocks(self) -> list[SparseMLP]:
         return [layer.mlp for layer in islice(self.model.layers, self.config.num_hidden_layers)]
 
