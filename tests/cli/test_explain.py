@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 pytest.importorskip("typer")
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from twell.cli.app import app
+from twell.shares import FIELD, SIZES, stored_shares
 
 
 def run(*arguments):
@@ -45,3 +50,24 @@ def test_a_missing_text_is_named(saved):
     root, _ = saved
     with pytest.raises(ValueError, match=r"nowhere\.txt"):
         run(root / "ours", "--text", "nowhere.txt")
+
+
+def test_how_active_layers_are_is_saved(saved, tmp_path):
+    root, corpus = saved
+    model = shutil.copytree(root / "ours", tmp_path / "model")
+    before = json.loads((model / "config.json").read_text())
+    done = run(model, "--text", corpus, "--tokens", 640, "--save")
+    assert f"saved the shares of active neurons in {model / 'config.json'}" in done.output
+    after = json.loads((model / "config.json").read_text())
+    assert after == {**before, FIELD: after[FIELD]}
+    first, second = stored_shares(AutoConfig.from_pretrained(model))
+    assert list(first) == list(second) == list(SIZES)
+    assert 0 < first[1] < first[4] <= first[64] < 1
+
+
+def test_what_cannot_be_saved_is_refused(saved):
+    root, corpus = saved
+    with pytest.raises(ValueError, match=r"tokens: got 64; accepted: at least 128 tokens"):
+        run(root / "ours", "--text", corpus, "--tokens", 64, "--save")
+    with pytest.raises(ValueError, match="on the Hub"):
+        run("someone/model", "--text", corpus, "--save")
