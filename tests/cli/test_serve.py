@@ -37,10 +37,8 @@ def test_vllm_comes_first(installed):
     installed |= {"vllm", *TRANSFORMERS}
     server = choose_server("folder", ["--port", "8001"])
     assert server.name.startswith("vLLM ")
-    assert server.command == [
-        *(sys.executable, "-m", "vllm.entrypoints.cli.main"),
-        *("serve", "folder", "--port", "8001"),
-    ]
+    options = ["serve", "folder", "--port", "8001"]
+    assert server.command == [sys.executable, "-m", "twell.vllm", *options]
 
 
 def test_else_transformers_which_has_to_know_our_models(installed):

