@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from twell.cli.app import app
 from twell.shares import FIELD, SIZES, stored_shares
+from twell.train.checkpoints import write_manifest
 
 
 def run(*arguments):
@@ -71,3 +72,11 @@ def test_what_cannot_be_saved_is_refused(saved):
         run(root / "ours", "--text", corpus, "--tokens", 64, "--save")
     with pytest.raises(ValueError, match="on the Hub"):
         run("someone/model", "--text", corpus, "--save")
+
+
+def test_a_checkpoint_stays_as_its_manifest_has_it(saved, tmp_path):
+    root, corpus = saved
+    checkpoint = shutil.copytree(root / "ours", tmp_path / "checkpoint-4")
+    write_manifest(checkpoint)
+    with pytest.raises(ValueError, match=r"checkpoint-4; accepted: a finished run"):
+        run(checkpoint, "--text", corpus, "--save")

@@ -15,13 +15,19 @@ from .._files import write_json
 def run_explain(
     *, model: str, text: list[str], tokens: int, sequence_length: int | None, dtype: str, save: bool = False
 ) -> None:
-    from ..train.checkpoints import find_model
+    from ..train.checkpoints import MANIFEST, find_model
     from ..train.data import DataConfig
     from ..train.data.sources import documents
 
     folder = Path(find_model(model))
     if save and not folder.is_dir():
         reject("save", f"the name {model!r} on the Hub", "a folder, whose config.json can be written")
+    if save and (folder / MANIFEST).exists():
+        reject(
+            "save",
+            f"the checkpoint {folder}",
+            "a finished run or another model: checkpoints stay as they are",
+        )
     source = DataConfig(source=tuple(text))
     documents(source)  # a missing file is named before anything is loaded
     import torch  # these imports take seconds, with transformers
