@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "vllm", reason="vLLM is not installed: make test-vllm has it in an environment of its own"
-)
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm installs it")
 
+from vllm.config import VllmConfig
 from vllm.model_executor.models.llama import LlamaMLP
 
 from twell import recorded_paths
 from twell.layer_state import known_layer
 from twell.vllm import block as block_module
 from twell.vllm.block import BlockConfig, SparseBlock
+from twell.vllm.models import _distinguish_compiled_code
 
 from ..hf.test_spellings import release
 from .engine import engine, generate
@@ -81,11 +81,24 @@ def test_a_silu_model_stays_vllms_own(saved):
         assert not ran
 
 
-def test_a_released_spelling(saved, row_plan, tmp_path):
+def test_a_released_spelling_with_an_automatic_plan(saved, tmp_path):
     model = build("qwen2")
     release(model, tmp_path, "lower")
-    with engine(tmp_path, enforce_eager=True, skip_tokenizer_init=True) as llm:
+    with engine(tmp_path, enforce_eager=True, skip_tokenizer_init=True) as llm, recorded_paths() as ran:
         assert generate(llm, ASKED) == greedy(saved / "qwen2", ASKED)
+    assert {piece.path for piece in ran} == {"dense"}
+    assert "too little work" in ran[0].reason
+
+
+def test_compiled_code_of_another_plan_is_not_used(monkeypatch):
+    """vLLM keeps compiled code by a hash of its config."""
+    hashes = set()
+    for plan in ("row", "block", ""):
+        monkeypatch.setenv("TWELL_PLAN", plan)
+        config = VllmConfig()
+        _distinguish_compiled_code(config)
+        hashes.add(config.compute_hash())
+    assert len(hashes) == 3
 
 
 def test_two_ranks(saved, tmp_path):

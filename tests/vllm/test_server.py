@@ -2,84 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-pytest.importorskip(
-    "vllm", reason="vLLM is not installed: make test-vllm has it in an environment of its own"
-)
+pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm installs it")
 openai = pytest.importorskip("openai")
 
 from .models import NEW_TOKENS, POSITIONS, greedy, prompts
+from .server import Server, ids_of
 
 ASKED = prompts(32)
-START_SECONDS, STOP_SECONDS = 300, 60
-
-
-class Server:
-    """A process group, and what it wrote."""
-
-    def __init__(self, folder: Path, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.folder, self.log = folder, log
-        options = ["--host", "127.0.0.1", "--port", self.port, "--dtype", "float32"]
-        options += ["--max-model-len", POSITIONS, "--max-num-seqs", 32]
-        command = [sys.executable, "-m", "twell.cli", "serve", folder, "--", *options]
-        environment = {**os.environ, "TWELL_PLAN": "row", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-        self.process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", timeout=120)
-
-    def wait(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end:
-            assert self.process.poll() is None, self.said()[-4000:]
-            try:
-                self.client.models.list()
-                return
-            except openai.APIConnectionError:
-                time.sleep(0.5)
-        raise AssertionError(self.said()[-4000:])
-
-    def said(self) -> str:
-        return self.log.read_text()
-
-    def ask(self, ids: list[int], **options):
-        asked = {"model": str(self.folder), "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0}
-        return self.client.completions.create(**asked | options)
-
-    def group_is_gone(self) -> bool:
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    def kill(self) -> None:
-        if not self.group_is_gone():
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.client.close()
 
 
 @pytest.fixture(scope="module")
 def server(saved, tmp_path_factory):
-    server = Server(saved / "llama", tmp_path_factory.mktemp("server") / "log.txt")
+    log = tmp_path_factory.mktemp("server") / "log.txt"
+    limits = "--max-model-len", POSITIONS, "--max-num-seqs", 32
+    server = Server("twell.cli", saved / "llama", log, *limits)
     try:
         server.wait()
         yield server
@@ -90,10 +30,6 @@ def server(saved, tmp_path_factory):
 @pytest.fixture(scope="module")
 def wanted(saved):
     return greedy(saved / "llama", ASKED)
-
-
-def ids_of(text: str) -> list[int]:
-    return [int(word.removeprefix("w")) for word in text.split()]
 
 
 def test_it_says_what_it_runs(server):
@@ -133,11 +69,16 @@ def test_a_bad_request_is_answered(server, wanted, bad, error):
 
 def test_it_ends_cleanly(server):
     """Last: the others need it."""
-    server.process.send_signal(signal.SIGINT)
-    server.process.wait(STOP_SECONDS)
-    end = time.monotonic() + STOP_SECONDS
-    while not server.group_is_gone() and time.monotonic() < end:
-        time.sleep(0.2)
-    assert server.process.returncode == 0, server.said()[-4000:]
-    assert server.group_is_gone()
-    assert "Traceback" not in server.said()
+    assert server.stop() == 0, server.said()[-4000:]
+
+
+def test_transformers_server_knows_our_models(saved, tmp_path):
+    """What `twell serve` starts without vLLM."""
+    server = Server("twell.hf", saved / "qwen2", tmp_path / "log.txt", "--device", "cpu")
+    words = " ".join(f"w{token}" for token in ASKED[0])
+    try:
+        server.wait()
+        assert [ids_of(server.ask(words).choices[0].text)] == greedy(saved / "qwen2", ASKED[:1])
+        server.stop()
+    finally:
+        server.kill()

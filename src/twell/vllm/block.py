@@ -47,10 +47,11 @@ class BlockConfig(NamedTuple):
         if isinstance(config, SparsityConfig):
             activation = Activation.parse(config.sparsity_activation)
             return BlockConfig(config.neurons_per_layer(), config.sparsity_gated_mlp, activation, bias)
-        if config.hidden_act not in EXACT_ZEROS:
+        activation = EXACT_ZEROS.get(getattr(config, "hidden_act", None))
+        if activation is None:
             return None
         sizes = [config.intermediate_size] * config.num_hidden_layers
-        return BlockConfig(sizes, True, Activation.parse(EXACT_ZEROS[config.hidden_act]), bias)
+        return BlockConfig(sizes, True, Activation.parse(activation), bias)
 
 
 class SparseBlock(nn.Module):
