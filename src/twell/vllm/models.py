@@ -36,7 +36,7 @@ class _Sparse:
         if blocks is None:
             super().__init__(vllm_config=vllm_config, prefix=prefix)
             return
-        with _small_silu_blocks(config):
+        with _silu_blocks(config, small=vllm_config.quant_config is None):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         for place, (layer, neurons) in enumerate(zip(self.model.layers, blocks.sizes, strict=True)):
             if not isinstance(layer, PPMissingLayer):
@@ -77,9 +77,14 @@ class _Sparse:
 
 
 @contextmanager
-def _small_silu_blocks(config: PreTrainedConfig) -> Iterator[None]:
-    """vLLM builds its own blocks meanwhile, which refuse other activations; small ones, soon replaced."""
-    fields = {"hidden_act": "silu", "intermediate_size": WEIGHT_STEP * get_tensor_model_parallel_world_size()}
+def _silu_blocks(config: PreTrainedConfig, small: bool) -> Iterator[None]:
+    """vLLM builds its own blocks meanwhile, soon replaced, which refuse other activations.
+
+    small:  so that they take no memory; quantised ones may need to be large.
+    """
+    fields: dict[str, Any] = {"hidden_act": "silu"}
+    if small:
+        fields["intermediate_size"] = WEIGHT_STEP * get_tensor_model_parallel_world_size()
     before = {name: getattr(config, name) for name in fields}
     _set(config, fields)
     try:
