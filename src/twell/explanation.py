@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from time import perf_counter
@@ -18,7 +18,7 @@ from .functional import run_ffn
 from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
 from .problem import PLAIN
-from .pruning.firing import eval_mode
+from .shares import active_neurons, run_observed
 from .sparsify.blocks import named_blocks
 
 _COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "at most", "measured", "why")
@@ -91,7 +91,7 @@ def explain(model: nn.Module, batch: Tensor | Mapping[str, Any] | Sequence[Any] 
     blocks = named_blocks(model)
     observed = {name: _Observed() for name, _ in blocks}
     if batch is not None:
-        _run(model, batch, [(block, observed[name]) for name, block in blocks])
+        run_observed(model, batch, [(block, observed[name].look) for name, block in blocks])
     return Explanation(_explained(name, block, observed[name]) for name, block in blocks)
 
 
@@ -123,34 +123,12 @@ class _Observed:
             self.seconds[name] += seconds
 
     def _count(self, block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> None:
-        up, _down, gate, up_bias, _down_bias, gate_bias = weights
-        selector, bias = (up, up_bias) if gate is None else (gate, gate_bias)
         for tokens in x.split(_NEIGHBOURS):
-            active = block.activation(linear(tokens, selector, bias)) != 0
+            active = active_neurons(block, tokens, weights)
             self.active += float(active.double().mean(1).sum())
             self.union += float(active.any(0).double().mean())
             self.tokens += len(tokens)
             self.windows += 1
-
-
-def _run(model: nn.Module, batch: Any, blocks: list[tuple[SparseMLP, _Observed]]) -> None:
-    def observer(seen: _Observed) -> Callable[[SparseMLP, tuple[Any, ...]], None]:
-        return lambda block, inputs: seen.look(block, inputs)
-
-    hooks = [block.register_forward_pre_hook(observer(seen)) for block, seen in blocks]
-    try:
-        with torch.no_grad(), eval_mode(model):
-            if isinstance(batch, Mapping):
-                model(**batch)
-            elif isinstance(batch, Tensor):
-                model(batch)
-            elif isinstance(batch, Sequence) and not isinstance(batch, str):
-                model(*batch)
-            else:
-                reject("batch", f"a {type(batch).__name__}", "a tensor, a mapping or a sequence of arguments")
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 LOOK_AGAIN_TRAINING = 64  # training steps
 LOOK_AGAIN_INFERENCE = 256
 _MOST_PREPARED = 64  # shapes of x per layer; beyond, all are prepared again
+_NEVER = 1 << 62  # calls
 _log = logging.getLogger("twell")
 
 
@@ -52,6 +53,13 @@ class Reading:
         self._calls, self._next = 0, 1
         self.ran = self.sparse = False
         self.switches = self.version = 0
+
+    @classmethod
+    def given(cls, share: float | None) -> Reading:
+        """A share that was measured elsewhere, None where it was not: no call is ever read."""
+        reading = cls()
+        reading._share, reading._next = share, _NEVER
+        return reading
 
     @property
     def share(self) -> float | None:
@@ -173,6 +181,7 @@ class LayerState:
 
     def __init__(self) -> None:
         self._readings: dict[Kind, Reading] = {}
+        self._expected: dict[int, float] | None = None
         self.prepared: dict[Hashable, Any] = {}
         self.buckets: dict[Hashable, Any] = {}
         self.tapes: dict[Hashable, Any] = {}
@@ -194,8 +203,30 @@ class LayerState:
         found = self._readings.get(kind)
         if found is None:
             self.size = tuple(weight.shape)
-            found = self._readings[kind] = Reading(_next_pace())
+            if training or self._expected is None:
+                found = Reading(_next_pace())
+            else:
+                found = Reading.given(self._expected_share(kind.tokens))
+            self._readings[kind] = found
         return found
+
+    def expect(self, shares: Mapping[int, float]) -> None:
+        """Go by these shares of active neurons, by number of tokens, in place of readings in inference.
+
+        For engines whose first calls, on made-up input, are captured in CUDA graphs for good: what those
+        calls read says nothing about text. A number of tokens takes the share of the next larger one, those
+        beyond the largest take its share. Without any, only calls that pay however active the layer is run
+        sparse.
+        """
+        self._expected = dict(shares)
+        self._readings = {kind: reading for kind, reading in self._readings.items() if kind.training}
+        self.prepared, self.buckets = {}, {}
+
+    def _expected_share(self, tokens: int) -> float | None:
+        sizes = sorted(self._expected)
+        return next(
+            (self._expected[s] for s in sizes if s >= tokens), self._expected[sizes[-1]] if sizes else None
+        )
 
     def readings(self) -> dict[Kind, Reading]:
         return dict(self._readings)

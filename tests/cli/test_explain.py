@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import pytest
@@ -9,9 +10,12 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 pytest.importorskip("typer")
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from twell.cli.app import app
+from twell.shares import FIELD, SIZES, stored_shares
+from twell.train.checkpoints import write_manifest
 
 
 def run(*arguments):
@@ -82,3 +86,32 @@ def test_unsuitable_models_are_refused_in_one_line(saved, unsuitable, tmp_path, 
     with pytest.raises(ValueError, match=r"^model: got .*" + message) as error:
         CliRunner().invoke(app, [command, str(unsuitable / model), *text, *out], catch_exceptions=False)
     assert "\n" not in str(error.value)
+
+
+def test_how_active_layers_are_is_saved(saved, tmp_path):
+    root, corpus = saved
+    model = shutil.copytree(root / "ours", tmp_path / "model")
+    before = json.loads((model / "config.json").read_text())
+    done = run(model, "--text", corpus, "--tokens", 640, "--save")
+    assert f"saved the shares of active neurons in {model / 'config.json'}" in done.output
+    after = json.loads((model / "config.json").read_text())
+    assert after == {**before, FIELD: after[FIELD]}
+    first, second = stored_shares(AutoConfig.from_pretrained(model))
+    assert list(first) == list(second) == list(SIZES)
+    assert 0 < first[1] < first[4] <= first[64] < 1
+
+
+def test_what_cannot_be_saved_is_refused(saved):
+    root, corpus = saved
+    with pytest.raises(ValueError, match=r"tokens: got 64; accepted: at least 128 tokens"):
+        run(root / "ours", "--text", corpus, "--tokens", 64, "--save")
+    with pytest.raises(ValueError, match="on the Hub"):
+        run("someone/model", "--text", corpus, "--save")
+
+
+def test_a_checkpoint_stays_as_its_manifest_has_it(saved, tmp_path):
+    root, corpus = saved
+    checkpoint = shutil.copytree(root / "ours", tmp_path / "checkpoint-4")
+    write_manifest(checkpoint)
+    with pytest.raises(ValueError, match=r"checkpoint-4; accepted: a finished run"):
+        run(checkpoint, "--text", corpus, "--save")

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM
 
 from twell.hf import SparseLlamaForCausalLM, convert_state_dict
+from twell.hf.spellings import in_stock_spelling
 
 from .tiny import SPARSE, is_neuron_major, sparse_model, tokens
 
@@ -145,6 +146,12 @@ def test_state_dicts_convert(spelling, gated):
     converted = convert_state_dict(respell(expected, spelling, gated), model.config)
     assert converted.keys() == expected.keys()
     assert all(torch.equal(converted[key], expected[key]) for key in expected)
+    more = {"model.layers.0.mlp.tracker.fired": torch.zeros(5), "model.layers.0.mlp.qweight": torch.zeros(1)}
+    stream = in_stock_spelling((respell(expected, spelling, gated) | more).items(), model.config)
+    streamed = dict(stream)
+    assert streamed.pop("model.layers.0.mlp.qweight").shape == (1,)  # not ours to judge
+    assert streamed.keys() == expected.keys()
+    assert all(torch.equal(streamed[key], expected[key]) for key in expected)
 
 
 def renamed(state, old: str, new: str):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from twell import ffn, recorded_paths
 from twell.activations import Activation
 from twell.kernels.cpu.weights import CpuSite
+from twell.layer_state import layer_of
 from twell.policy import cpu
 from twell.problem import FfnArgs
 from twell.synthetic import make_ffn
@@ -32,6 +34,17 @@ def test_there_must_be_enough_to_save(changes, pays, monkeypatch):
     monkeypatch.setattr(cpu, "_MANY_WORTH_LOOKING_SECONDS", 1.1e-3)
     small = CpuSite(1, 20, 50, torch.float32, gated=False, neuron_major_down=True, threads=1)
     assert cpu.sparse_can_pay(small._replace(**changes)) == pays
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_expected_shares_do_not_matter(share, monkeypatch):
+    """A CPU looks at the activations themselves."""
+    monkeypatch.setattr(cpu, "_WORTH_LOOKING_SECONDS", 0.0)
+    x, up, down, gate = make_ffn(40, 64, 256, 4).operands()
+    layer_of(gate).expect({1: share, 128: share})
+    with recorded_paths() as ran:
+        ffn(x, up, down, gate)
+    assert [piece.path for piece in ran] == ["row"]
 
 
 @pytest.mark.parametrize(("tokens", "backend"), [(0, "dense"), (3, "dense"), (4, "cpu"), (40, "cpu")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -190,6 +191,67 @@ def test_a_capture_goes_by_what_is_known(device, layer, share, sparse):
     device.capturing = True
     assert run(args, layer) == sparse
     assert decision_of(args, layer).ahead == 0
+
+
+class TestExpectedShares:
+    """An engine that warms up and captures on made-up input: layers go by what the checkpoint says."""
+
+    SHARES: ClassVar = {1: 0.01, 32: 0.2, 64: 0.3, 128: 0.4}
+
+    @pytest.mark.parametrize(
+        ("tokens", "captured"),
+        # Sparse pays up to 50% in decode, 25% from 33 tokens on, 35% from 768, 60% from 1,536.
+        [
+            (1, SPARSE),
+            (24, SPARSE),
+            (33, DENSE),
+            (100, DENSE),
+            (1024, DENSE),
+            (1536, SPARSE),
+            (PREFILL, SPARSE),
+        ],
+    )
+    def test_they_decide_captures(self, device, layer, tokens, captured):
+        layer.expect(self.SHARES)
+        args = call(tokens)
+        assert run(args, layer) == captured  # the warm-up, which loads the kernels
+        device.capturing = True
+        assert run(args, layer) == captured
+
+    def test_a_capture_without_them_is_dense(self, device, layer):
+        device.capturing = True
+        assert run(call(1), layer) == DENSE
+
+    def test_a_capture_still_wants_a_warm_up(self, device, layer):
+        layer.expect(self.SHARES)
+        device.capturing = True
+        assert run(call(1), layer) == DENSE
+        assert "warm it up" in layer.ran["forward"].reason
+
+    def test_made_up_input_is_never_read(self, layer):
+        layer.expect(self.SHARES)
+        assert {run(call(1), layer) for _ in range(300)} == {SPARSE}
+        assert reading_of(call(1), layer).share == 0.01
+
+    def test_unknown_shares_are_not_read_either(self, layer):
+        layer.expect({})
+        assert {run(call(1), layer) for _ in range(300)} == {DENSE}
+        assert "not known" in layer.ran["forward"].reason
+        assert run(call(PREFILL), layer) == SPARSE  # however active
+
+    def test_what_was_read_before_is_forgotten(self, layer):
+        know(call(1), layer, 0.9)
+        layer.expect(self.SHARES)
+        assert run(call(1), layer) == SPARSE
+
+    def test_training_reads_as_ever(self, layer):
+        layer.expect(self.SHARES)
+        assert run(call(2 * PREFILL), layer, training=True) == READ
+
+    def test_a_compiled_call_goes_by_them(self, layer):
+        layer.expect(self.SHARES)
+        found = decide_inside(call(8), "auto", 0, "gpu", training=False, record=False, layer=layer)
+        assert (found.path, found.read) == ("block", False)
 
 
 def test_a_capture_of_much_work_wants_a_warm_up(device, layer):

@@ -11,6 +11,7 @@ from torch import nn
 import twell
 from twell.pruning.firing import recorded_firing
 from twell.pruning.selection import most_firing, rounded_size
+from twell.shares import keep_shares, stored_shares
 from twell.sparsify.blocks import named_blocks
 
 from .neurons import assert_same_state, kill, state_of
@@ -370,9 +371,12 @@ def test_a_config_that_another_model_shares_stays():
         num_attention_heads=2,
         word_embed_proj_dim=32,
     )
+    keep_shares(config, {"1": [0.5, 0.5]})
     model, teacher = OPTForCausalLM(config), OPTForCausalLM(config)
     twell.sparsify_(model)
     twell.prune_(model, [(torch.arange(64) < 20).long()] * 2)
     assert model.config.ffn_dim == 24
     assert model.model.decoder.config is model.config
     assert teacher.config.ffn_dim == config.ffn_dim == 64
+    assert not stored_shares(model.config)  # they were shares of 64 neurons
+    assert stored_shares(teacher.config)

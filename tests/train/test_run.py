@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from twell import hf
 from twell.cli.app import app
+from twell.shares import SIZES, stored_shares
 from twell.train import run as run_module
 from twell.train.model import build_model
 from twell.train.recipe import Recipe
@@ -88,6 +89,10 @@ def test_what_a_run_leaves(whole, corpus):
     assert summary["dead_window"] == summary["tokens"]
     assert summary["held_out_dead_window"] // 32 == summary["held_out_dead_window"] / 32 > 1
     model = AutoModelForCausalLM.from_pretrained(whole / "model")
+    shares = stored_shares(model.config)  # for engines that cannot find out
+    assert [list(layer) for layer in shares] == [list(SIZES)] * 2
+    mean = sum(layer[1] for layer in shares) / 2
+    assert mean == pytest.approx(summary["held_out_nnz"] / 96, rel=0.02)
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     tokens = tokenizer("import torch", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape[1] == tokens.shape[1] + 3

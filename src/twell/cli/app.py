@@ -168,11 +168,16 @@ def explain(
         int | None, Option(min=2, help="Tokens in a window. Default: the model's positions, at most 1024.")
     ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    save: Annotated[
+        bool, Option("--save", help="Keep how active each layer is in the model's config.json, for vLLM.")
+    ] = False,
 ) -> None:
     """Show what every block of a model does on a text, why, and what it gains over dense PyTorch."""
     from .explain import run_explain
 
-    run_explain(model=model, text=text, tokens=tokens, sequence_length=sequence_length, dtype=dtype)
+    run_explain(
+        model=model, text=text, tokens=tokens, sequence_length=sequence_length, dtype=dtype, save=save
+    )
 
 
 @app.command()
@@ -229,3 +234,17 @@ def generate(
         seed=seed,
         dtype=dtype,
     )
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+) -> None:
+    """Serve a model over HTTP, as OpenAI's API: with vLLM if it is installed, else with transformers.
+
+    Further options go to that server as they are: `twell serve MODEL -- --port 8001`.
+    """
+    from .serve import run_serve
+
+    run_serve(model=model, options=context.args)

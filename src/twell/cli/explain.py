@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
+from pathlib import Path
 
 from rich.console import Console
 
 from .._errors import reject
+from .._files import write_json
 
 
-def run_explain(*, model: str, text: list[str], tokens: int, sequence_length: int | None, dtype: str) -> None:
-    from ..train.checkpoints import find_model
+def run_explain(
+    *, model: str, text: list[str], tokens: int, sequence_length: int | None, dtype: str, save: bool = False
+) -> None:
+    from ..train.checkpoints import MANIFEST, find_model
     from ..train.data import DataConfig
     from ..train.data.sources import documents
 
-    find_model(model)
+    folder = Path(find_model(model))
+    if save and not folder.is_dir():
+        reject("save", f"the name {model!r} on the Hub", "a folder, whose config.json can be written")
+    if save and (folder / MANIFEST).exists():
+        reject(
+            "save",
+            f"the checkpoint {folder}",
+            "a finished run or another model: checkpoints stay as they are",
+        )
     source = DataConfig(source=tuple(text))
     documents(source)  # a missing file is named before anything is loaded
     import torch  # these imports take seconds, with transformers
@@ -44,6 +57,21 @@ def run_explain(*, model: str, text: list[str], tokens: int, sequence_length: in
             highlight=False,
             soft_wrap=True,
         )
+
+    if save:
+        _save(loaded, ids, folder, console)
+
+
+def _save(model: object, ids: object, folder: Path, console: Console) -> None:
+    """Write how active each layer is to the model's config.json."""
+    from ..shares import FIELD, SIZES, measure_shares
+
+    shares = measure_shares(model, [{"input_ids": ids, "use_cache": False}])
+    if not shares:
+        reject("tokens", ids.numel(), f"at least {SIZES[-1]} tokens of text, to save how active layers are")
+    path = folder / "config.json"
+    write_json(path, {**json.loads(path.read_text()), FIELD: shares})
+    console.print(f"saved the shares of active neurons in {path}", highlight=False, soft_wrap=True)
 
 
 def _place(model: object) -> str:

@@ -15,7 +15,7 @@ import copy
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +56,22 @@ def convert_state_dict(state_dict: Mapping[str, Tensor], config: SparsityConfig)
         target.key: state_dict[key].mT if target.transposed else state_dict[key]
         for key, target in targets.items()
     }
+
+
+def in_stock_spelling(
+    weights: Iterable[tuple[str, Tensor]], config: SparsityConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """`convert_state_dict` for weights that are read one by one; names it does not know stay as they are."""
+    spellings = _spellings(config.sparsity_gated_mlp, getattr(config, "mlp_bias", False))
+    for key, tensor in weights:
+        if _IGNORED.search(key):
+            continue
+        match = _MLP_KEY.fullmatch(key)
+        if match is None or match["name"] not in spellings:
+            yield key, tensor
+            continue
+        name, transposed = spellings[match["name"]]
+        yield match["block"] + name, tensor.mT if transposed else tensor
 
 
 def stock_targets(shapes: Mapping[str, tuple[int, ...]], config: SparsityConfig) -> dict[str, Target]:

@@ -16,6 +16,8 @@ from .projections import Changes, Cut, check_blocks
 from .selection import firing_neurons, most_firing, rounded_size
 from .stored_sizes import StoredModel, stored_models
 
+_SHARES = "twell_sparsity"  # of active neurons, as `twell.shares` keeps them: of fewer, they are others
+
 
 @dataclass(frozen=True)
 class PrunedBlock:
@@ -136,6 +138,8 @@ def _shrink(
     except BaseException:
         changes.undo()
         raise
+    for one in stored:
+        one.config.__dict__.pop(_SHARES, None)
 
 
 def _check(stored: list[StoredModel], cuts: list[Cut], sizes: dict[str, int]) -> None:

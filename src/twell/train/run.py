@@ -261,6 +261,7 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
     evaluated = _last_evaluation(trainer)
     if not evaluated and data.held_out is not None:
         evaluated = trainer.evaluate()
+    trainer.note_shares()
     target, temporary = folder / MODEL, folder / f".{MODEL}.part"
     if trainer.is_world_process_zero():
         remove(temporary)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .._errors import reject
 from .._files import needs_space
+from ..shares import keep_shares, measure_shares
 from .checkpoints import drop_old, newest_whole, write_manifest
 from .config import RunConfig
 from .data import RunOrder
@@ -31,6 +32,7 @@ from .metrics import Pace
 from .neurons import FiringTracker
 from .recipe import Recipe
 
+_SHARES_TOKENS = 8192
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -127,6 +129,24 @@ class SparseTrainer(Trainer):
             metrics[f"{prefix}_nnz"] = sum(active) / len(active)
             metrics |= {f"{prefix}_nnz_layer_{layer}": value for layer, value in enumerate(active)}
         return metrics
+
+    def note_shares(self) -> None:
+        """Note in the model's config how active its layers are, on a few thousand tokens (`twell.shares`)."""
+        if not self.recipe.layers:
+            return
+        dataset = self.eval_dataset if self.eval_dataset is not None else self.train_dataset
+        batch = self.args.per_device_eval_batch_size
+        length = len(dataset[0]["input_ids"])
+        sequences = min(len(dataset), max(_SHARES_TOKENS // length, 1))
+
+        def batches() -> Iterator[dict[str, Any]]:
+            for start in range(0, sequences, batch):
+                items = [dataset[place] for place in range(start, min(start + batch, sequences))]
+                yield self._prepare_inputs(default_data_collator(items))
+
+        with self.compute_loss_context_manager():
+            shares = measure_shares(self.model, batches())
+        keep_shares(self.recipe.model.config, shares)
 
     def log(self, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
         if "loss" in logs:

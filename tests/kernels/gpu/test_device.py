@@ -268,6 +268,39 @@ def test_automatic_plan_learns_how_active_a_layer_is(nnz, path):
     assert_exact(y, x, up, down, gate)
 
 
+@pytest.mark.parametrize(
+    ("shares", "sparse_up_to"), [({32: 0.1, 64: 0.2}, 64), ({32: 0.4, 64: 0.4}, 32), ({}, 0)]
+)
+def test_captures_of_an_engine_go_by_expected_shares(shares, sparse_up_to):
+    """As vLLM does it: compiled once for any number of tokens, merged weights, warmed up once and captured on
+    zeros, the largest batch first; then real tokens."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the limits are a Hopper's")
+    hidden, neurons = 2048, 5632
+    up, down, gate = weights(hidden, neurons)
+    fire(gate, 24)
+    merged = torch.cat([gate, up])
+    layer_of(merged[:neurons]).expect(shares)
+
+    @torch.compile(fullgraph=True, dynamic=True)
+    def block(x):
+        return ffn(x, merged[neurons:], down, merged[:neurons])
+
+    with torch.no_grad():
+        for count in (512, 256, 128, 64, 48, 40, 32, 24, 16, 8, 4, 2, 1):
+            x = torch.zeros(count, hidden, device="cuda", dtype=torch.bfloat16)
+            block(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with recorded_paths() as ran, torch.cuda.graph(graph):
+                y = block(x)
+            assert [piece.path for piece in ran] == ["decode" if count <= sparse_up_to else "dense"], count
+            for _ in range(2):
+                x.copy_(tokens_of(count, hidden))
+                graph.replay()
+                assert_exact(y, x, up, down, gate)
+
+
 def test_other_streams_and_devices_current():
     up, down, gate = weights(512, 2048)
     fire(gate, 30)
