@@ -69,6 +69,8 @@ class _Layer(CacheLayerMixin):
 
 def is_plain(cache: Any) -> bool:
     """Whether a cache holds whole sequences of keys and values, layer by layer, and nothing else."""
-    return type(cache).__name__ == "DynamicCache" and all(
-        type(layer) is DynamicLayer for layer in cache.layers
+    return (
+        type(cache).__name__ == "DynamicCache"
+        and not getattr(cache, "offloading", False)
+        and all(type(layer) is DynamicLayer for layer in cache.layers)
     )

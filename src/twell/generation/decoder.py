@@ -6,9 +6,10 @@ compiled anew. `_layer` gets what a layer needs as arguments, so all layers shar
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,22 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from .._log import log_once
 from .cache import StepCache
-from .merged import Merged, merged_projections, shared_parameters
+from .merged import Merged, may_merge, merged_projections
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
 _HEADS = (llama.LlamaForCausalLM.forward, qwen2.Qwen2ForCausalLM.forward)
 _BACKBONES = (llama.LlamaModel.forward, qwen2.Qwen2Model.forward)
 _ATTENTION = (llama.LlamaAttention, qwen2.Qwen2Attention)
 
-# (token [B], position [B], mask [B, 1, 1, columns], additive) -> logits [B, V]
-Decoder = Callable[[Tensor, Tensor, Tensor], Tensor]
+_SAME_ATTENTION = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", None)
+
+
+class Decoder(Protocol):
+    def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+        """Logits [B, V] after token [B] at position [B]; mask [B, 1, 1, columns] is added to the scores."""
+
+    def begin(self) -> None:
+        """Another request; weights may have other values."""
 
 
 def decoder_of(model: nn.Module, cache: StepCache, compiled: bool) -> Decoder:
@@ -36,8 +44,7 @@ def decoder_of(model: nn.Module, cache: StepCache, compiled: bool) -> Decoder:
 
 
 def is_understood(model: nn.Module) -> bool:
-    """Whether `model` is a stock Llama or Qwen2 around its feed-forward blocks, and nobody hooks into what
-    `_OwnLayers` does not call."""
+    """Whether `model` is a stock Llama or Qwen2 around its feed-forward blocks."""
     backbone = getattr(model, "model", None)
     layers = getattr(backbone, "layers", ())
     if type(model).forward not in _HEADS and not getattr(type(model).forward, "is_stock_with_blocks", False):
@@ -45,22 +52,24 @@ def is_understood(model: nn.Module) -> bool:
     if type(backbone).forward not in _BACKBONES or not len(layers):
         return False
     kinds = getattr(model.config, "layer_types", None)
-    passed_by = [backbone, *(part for layer in layers for part in (layer, layer.self_attn))]
     return (
         all(type(layer) in _LAYERS and type(layer.self_attn) in _ATTENTION for layer in layers)
         and (kinds is None or set(kinds) == {"full_attention"})
-        and not any(one._forward_hooks or one._forward_pre_hooks for one in passed_by)
+        and model.config._attn_implementation in _SAME_ATTENTION
     )
 
 
 class _WholeModel:
-    """The model's own forward."""
+    """The model's own forward. The model keeps its steps, so they do not keep the model."""
 
     def __init__(self, model: nn.Module, cache: StepCache) -> None:
-        self._model, self._cache = model, cache.for_transformers()
+        self._model, self._cache = weakref.ref(model), cache.for_transformers()
+
+    def begin(self) -> None:
+        """It reads the weights themselves."""
 
     def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-        output = self._model(
+        output = self._model()(
             input_ids=token[:, None],
             position_ids=position[:, None],
             attention_mask=mask,
@@ -73,21 +82,26 @@ class _WholeModel:
 
 class _OwnLayers:
     def __init__(self, model: nn.Module, cache: StepCache, compiled: bool) -> None:
-        self._model, self._cache = model, cache
+        backbone, self._cache = model.model, cache
+        self._embed, self._rotate = backbone.embed_tokens, backbone.rotary_emb
+        self._norm, self._head = backbone.norm, model.lm_head
         self._layer = _compiled_layer() if compiled else _layer
-        shared = shared_parameters(model)
-        self._layers = [
-            (layer, merged_projections(layer.self_attn, shared))
-            for layer in list(model.model.layers)[: model.config.num_hidden_layers]
-        ]
+        layers = list(backbone.layers)[: model.config.num_hidden_layers]
+        merges = may_merge(layers)
+        self._layers = [(layer, merged_projections(layer.self_attn) if merges else None) for layer in layers]
+
+    def begin(self) -> None:
+        for layer, merged in self._layers:
+            if merged is not None:
+                merged.refresh(layer.self_attn)
 
     def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
-        backbone, cache = self._model.model, self._cache
-        x = backbone.embed_tokens(token)
-        turns = backbone.rotary_emb(x, position_ids=position[:, None])
+        cache = self._cache
+        x = self._embed(token)
+        turns = self._rotate(x, position_ids=position[:, None])
         for (layer, merged), keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
             x = self._layer(layer, merged, x, turns, mask, cache.column, keys, values)
-        return self._model.lm_head(backbone.norm(x))
+        return self._head(self._norm(x))
 
 
 def _layer(

@@ -10,6 +10,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ _FIRST_STEPS = 3  # run before a step is captured: kernels are compiled and load
 _WORTH_CAPTURING = 8  # further tokens
 _LOOK_FOR_THE_END = 16  # steps between looks at what has ended, one of which may be waited for
 _LOOK_AGAIN = 512  # replayed steps after which layers are read again
+_LONGEST = 16_384  # tokens of a sequence: a step attends to all of its columns
 _COLUMNS = 256  # sequences have room in steps of so many tokens, later in powers of two
 _MOST_STEPS = 4  # that a model keeps, with their caches
 _AGREEING = 0.05  # of the norm: other kernels round 16-bit numbers otherwise
@@ -43,7 +45,6 @@ _KNOWN = {
     "position_ids",
     "cache_position",
 }
-_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 class Request(NamedTuple):
@@ -80,20 +81,25 @@ class CapturedGeneration:
             if request is not None:
                 log_once(f"generate runs without captured steps: {request}")
             return super()._sample(*given, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs)
-        lock, generated = _kept(self).lock, None
-        if lock.acquire(blocking=False):
-            try:
-                # Steps outlive the call, and inference tensors cannot be used again outside of that mode.
-                with torch.inference_mode(False), torch.no_grad():
-                    generated = _generate(self, request, generation_config, model_kwargs, streamer)
-            finally:
-                lock.release()
-        else:
+        lock = _kept(self).lock
+        if not lock.acquire(blocking=False):
             log_once("generate runs without captured steps while another thread has them")
+            return super()._sample(*given, streamer=streamer, **model_kwargs)
+        try:
+            # Steps outlive the call, and inference tensors cannot be used again outside of that mode.
+            with torch.inference_mode(False), torch.no_grad(), _current(input_ids.device):
+                generated = _generate(self, request, generation_config, model_kwargs, streamer)
+        finally:
+            lock.release()
         if generated is not None:
             return generated
         model_kwargs["past_key_values"] = type(model_kwargs["past_key_values"])(config=self.config)
         return super()._sample(*given, streamer=streamer, **model_kwargs)
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Captures and events belong to the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _request(
@@ -113,15 +119,17 @@ def _request(
     ]
     unsupported = (
         (_kept(model).refused is not None, _kept(model).refused),
-        (any(module.training for module in model.modules()), "a module in training mode"),
+        (model.training or any(map(_drops, model.modules())), "a module in training mode"),
+        (torch.is_autocast_enabled(tokens.device.type), "autocast"),
+        (_hooked(model), "hooks on modules"),
+        (any(hasattr(m, "adapter_layer_names") for m in model.modules()), "adapters"),
+        ("prepare_inputs_for_generation" in vars(model), "inputs that are prepared otherwise"),
         (model.config.is_encoder_decoder, "an encoder-decoder"),
         (bool(unknown), f"{', '.join(unknown)} among the inputs"),
         (not named.get("use_cache", False), "use_cache=False"),
         (not is_plain(named.get("past_key_values")), "another cache than the default one"),
-        (
-            config.return_dict_in_generate and any(getattr(config, n, False) for n in _OUTPUTS),
-            "scores or states",
-        ),
+        (config.return_dict_in_generate, "return_dict_in_generate"),
+        (getattr(named.get("past_key_values"), "_is_user_defined", False), "a cache of one's own"),
         (getattr(config, "is_assistant", False), "an assistant"),
         (getattr(config, "prefill_chunk_size", None), "a prompt in chunks"),
         (len({p.device for p in model.parameters()}) > 1, "a model on several devices"),
@@ -142,8 +150,8 @@ def _request(
             longest = min(longest or one.max_length, one.max_length)
         else:
             return f"the stopping criterion {type(one).__name__}"
-    if longest is None:
-        return "no largest length"
+    if longest is None or longest > _LONGEST:
+        return f"sequences of up to {longest or 'any number of'} tokens; there is room for {_LONGEST:,}"
     longest = max(longest, tokens.shape[1] + 1)
     pad = config._pad_token_tensor
     attended = named.get("attention_mask")
@@ -158,6 +166,21 @@ def _request(
     return Request(tokens, attended, positions.expand(len(tokens)), sampling, stops, pad, longest)
 
 
+def _drops(module: nn.Module) -> bool:
+    """Whether it drops values at random. (Embeddings that were resized are left in training mode.)"""
+    return module.training and bool(getattr(module, "p", 0) or getattr(module, "attention_dropout", 0))
+
+
+def _hooked(model: nn.Module) -> bool:
+    """Whether somebody hooks into a forward: a graph would not call them. Hooks of transformers itself, which
+    it leaves behind after a call that asked for hidden states, do nothing unasked."""
+    everywhere = nn.modules.module
+    hooks = [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
+    for module in model.modules():
+        hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
+
+
 def _turns_by_length(module: nn.Module) -> bool:
     """Whether its rotary embeddings are made anew, and the device waited for, when a text gets longer."""
     kinds = getattr(module, "rope_type", "")
@@ -169,13 +192,15 @@ def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], 
     """The generated sequences; None where the model turns out not to compute as a step has it."""
     length = request.tokens.shape[1]
     outputs = model._prefill(request.tokens, config, named, is_first_iteration=True)
-    cache = named["past_key_values"]
+    cache, logits = named["past_key_values"], outputs.logits[:, -1]
+    if not _holds_prompt(cache, length) or (request.sampling.sampled and bool(logits.isnan().any())):
+        return None  # tokens that somebody puts before the prompt; numbers that transformers refuses
     step = _step_for(model, request, cache)
     if step is None:
         return None
     step.begin(request.tokens, request.attended, request.positions, cache, request.stops, request.pad)
-    step.choose(outputs.logits[:, -1])
-    del outputs
+    step.choose(logits)
+    del outputs, logits
     made = _tokens(step, request.longest - length, bool(request.stops), streamer)
     ended = length + made
     if request.stops:
@@ -183,11 +208,12 @@ def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], 
     sequences = step.sequence[:, :ended].clone()
     if streamer is not None:
         streamer.end()
-    if config.return_dict_in_generate:
-        from transformers.generation.utils import GenerateDecoderOnlyOutput
-
-        return GenerateDecoderOnlyOutput(sequences=sequences)
     return sequences
+
+
+def _holds_prompt(cache: Any, length: int) -> bool:
+    keys = [layer.keys for layer in cache.layers]
+    return bool(keys) and all(isinstance(k, Tensor) and k.dim() == 4 and k.shape[2] == length for k in keys)
 
 
 def _tokens(step: Step, most: int, may_end: bool, streamer: Any) -> int:
@@ -214,7 +240,7 @@ def _advance(step: Step, made: int, left: int) -> None:
             step.replay()
     elif made <= _FIRST_STEPS or left < _WORTH_CAPTURING:
         step.run()
-        torch.cuda.synchronize()  # what was read of the layers has arrived
+        torch.cuda.synchronize(step.token.device)  # what was read of the layers has arrived
     else:
         step.replay()
 
@@ -279,7 +305,8 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
         while len(kept) >= _MOST_STEPS or any(old[-1] != key[-1] for old in kept):
             kept.pop(next(iter(kept)))
         step = _new_step(model, request, cache, columns, kept)
-        key = *key[:-1], _fingerprint(model)  # a step may move weights
+        if step is None:
+            return None
         if not is_understood(model) and not _agrees(model, step, request, cache):
             kept.refused = f"a step of {type(model).__name__} does not compute what the model does"
             log_once(f"generate runs without captured steps: {kept.refused}")
@@ -288,24 +315,23 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
     return step
 
 
-def _new_step(model: Any, request: Request, cache: Any, columns: int, kept: _Kept) -> Step:
+def _new_step(model: Any, request: Request, cache: Any, columns: int, kept: _Kept) -> Step | None:
+    """None where its memory cannot be had."""
     batch, stops = request.tokens.shape[0], len(request.stops)
-    try:
-        return Step(model, request.sampling, cache, batch, columns, stops)
-    except torch.OutOfMemoryError:
-        kept.clear()  # steps for other batches hold caches as well
-        torch.cuda.empty_cache()
-    try:
-        return Step(model, request.sampling, cache, batch, columns, stops)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(request.tokens.device)
+    for _ in range(2):
+        try:
+            return Step(model, request.sampling, cache, batch, columns, stops)
+        except torch.OutOfMemoryError:
+            kept.clear()  # steps for other batches hold caches as well
+            torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(request.tokens.device)
     of_one = sum(t[0, :, 0].nbytes for layer in cache.layers for t in (layer.keys, layer.values)) * columns
-    return reject(
-        "input_ids",
-        f"{batch} sequences with room for {columns:,} tokens each",
-        f"at most {free // of_one}: keys and values have to fit the {free / 2**30:.1f} GiB that are free",
+    log_once(
+        f"generate runs without captured steps: keys and values of {batch} sequences with room for "
+        f"{columns:,} tokens each do not fit the {free / 2**30:.1f} GiB that are free; those of "
+        f"{free // of_one} do"
     )
+    return None
 
 
 def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
@@ -315,6 +341,8 @@ def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
     step.token.copy_(token[:, 0])
     try:
         ours = step.logits().float()
+    except torch.OutOfMemoryError:
+        raise
     except Exception:
         return False
     longer = torch.cat((attended, attended.new_ones(attended.shape[0], 1)), 1)
@@ -341,11 +369,9 @@ def _fingerprint(model: nn.Module) -> int:
     """Changes where a captured step would read other memory than the model, or run other code."""
     parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in _tensors(model)]
     for module in model.modules():
-        hooks = len(module._forward_hooks) + len(module._forward_pre_hooks)
         settings = [(name, value) for name, value in vars(module).items() if type(value) in _SETTINGS]
-        parts.append((type(module), hooks, id(module), str(settings)))
-    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
-    around = autocast, torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
+        parts.append((type(module), id(module), str(settings)))
+    around = torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
     return hash((*parts, *around, model.config._attn_implementation))
 
 

@@ -68,11 +68,10 @@ class Step:
         """
         length = tokens.shape[1]
         self._cache.fill(cache)
+        self._decoder.begin()
         self.sequence.fill_(pad)[:, :length] = tokens
-        lowest = torch.finfo(self.mask.dtype).min
-        self.mask.fill_(lowest)[:, 0, 0, :length] = torch.where(attended != 0, 0.0, lowest).to(
-            self.mask.dtype
-        )
+        self.mask.fill_(torch.finfo(self.mask.dtype).min)
+        self.mask[:, 0, 0, :length].masked_fill_(attended != 0, 0.0)
         self.position.copy_(positions)
         self.column.fill_(length)
         self.ended.fill_(self.columns)
@@ -117,7 +116,9 @@ class Step:
             return False
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            stream = torch.cuda.Stream(self.token.device)  # torch's own is of the first device it served
+            # Other threads go on using the device meanwhile.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 self.run()
         except Exception as error:
             self._uncapturable = True
@@ -136,7 +137,7 @@ class Step:
         """The next token, operation by operation: layers are read on the way, and what a look before has read
         counts. Where they run otherwise than they were captured, the next replay captures again."""
         self.run()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self.token.device)
         if self._paths() != self._captured:
             self._graph = None
 
