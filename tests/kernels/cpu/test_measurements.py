@@ -75,6 +75,22 @@ class TestKeeping:
         assert second.taken == 0
         assert measurements.kept_measurements() == {"a": 0.5}
 
+    def test_what_a_busy_machine_gives_is_not_kept(self, monkeypatch, caplog):
+        monkeypatch.setattr(measurements, "is_busy", lambda: True)
+        assert measurements.measured("a", Tries(0.0), otherwise=0.5) == 0.0
+        assert "holds for this process only" in caplog.text
+        assert measurements.kept_measurements() == {}
+        measurements._known.clear()  # a new process, on an idle machine
+        monkeypatch.setattr(measurements, "is_busy", lambda: False)
+        assert measurements.measured("a", Tries(0.7), otherwise=0.0) == 0.7
+
+    def test_busy_is_more_than_there_are_cores(self, monkeypatch):
+        monkeypatch.undo()
+        monkeypatch.setattr(os, "cpu_count", lambda: 4)
+        for load, busy in ((0.5, False), (4.9, False), (5.1, True)):
+            monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
+            assert measurements.is_busy() == busy
+
     def test_measuring_again_replaces(self):
         measurements.measured("a", Tries(0.5), otherwise=0.0)
         assert measurements.measure_again("a", Tries(0.7)) == 0.7
@@ -123,6 +139,7 @@ class TestKeeping:
         code = (
             "import sys, time\n"
             "from twell.kernels.cpu import measurements\n"
+            "measurements.is_busy = lambda: False\n"
             "def measure():\n"
             "    time.sleep(0.3)\n"
             "    return float(sys.argv[1])\n"

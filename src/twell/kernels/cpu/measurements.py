@@ -2,8 +2,9 @@
 
 Which way of computing is faster differs by machine, so no constant can say it. Each number is measured the
 first time a call has to choose, until two tries agree, and kept in the cache folder by CPU and by versions of
-torch and twell. `twell tune --device cpu` measures on purpose. Different ways differ in the last bit, so a
-training run keeps the numbers it used in its own folder (`choices_kept_in`).
+torch and twell, unless other programs were busy. `twell tune --device cpu` measures on purpose. Different
+ways differ in the last bit, so a training run keeps the numbers it used in its own folder
+(`choices_kept_in`).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ _MOST_SECONDS = 0.5  # per try, but at least two rounds
 _MOST_TRIES = 5
 _AGREE_WITHIN = 0.2  # of the larger of two tries
 _LARGEST = 1e6  # no share or gain is larger; a larger number was not written by us
+_BUSY = 1.25  # programs that want to run, per core, over the last minute
 _LOCK_SECONDS = 30  # measurements take less; after that, measure beside the other process
 
 _log = logging.getLogger("twell")
@@ -160,8 +162,19 @@ def _measure_alone(name: str, measure: Callable[[], float]) -> float:
                 f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; if "
                 "other programs were busy, measure again with `twell tune --device cpu` and your sizes"
             )
-        _keep(name, value)
+        if is_busy():
+            log_once("other programs are busy: what is measured of this CPU now holds for this process only")
+        else:
+            _keep(name, value)
         return value
+
+
+def is_busy() -> bool:
+    """Whether more wants to run than this machine has cores: what is measured then may be far off."""
+    try:
+        return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
+    except (AttributeError, OSError):  # not on every system
+        return False
 
 
 @contextmanager
