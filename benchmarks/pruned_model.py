@@ -1,14 +1,15 @@
 """A model trained by the recipe at the paper's width, pruned; writes benchmarks/results/pruned_model.jsonl.
 
-Trains D 2048, H 5632, 4 layers for a few minutes, with a penalty that leaves neurons without work. Removes
-those that never fired on a text of which no part was trained on, and compares on that text:
+Trains D 2048, H 5632 for some minutes, with a penalty that leaves neurons without work. Removes those that
+never fired on 8,192 tokens of which none was trained on, and compares on these tokens:
 
     cross-entropy  in float32; shape has both values
-    block          the feed-forward blocks of all layers on their real inputs, 8,192 tokens at once, bf16
+    block          the feed-forward blocks of all layers on their real inputs, all tokens at once: bf16 on a
+                   GPU (4 layers), float32 on a CPU (one layer)
 
-On an idle GPU:
+On an idle machine:
 
-    python benchmarks/pruned_model.py --text FILE [--steps N] [--run FOLDER] [--commit HASH] [--out FILE]
+    python benchmarks/pruned_model.py --text FILE [--steps N] [--device cpu] [--run FOLDER] [--commit HASH]
 
 --tiny tries the script with small shapes on a CPU.
 """
@@ -52,14 +53,35 @@ WIDE = (
     "train.log_every=20",
     "train.workers=2",
 )
+ON_CPU = (
+    "model.layers=1",
+    "model.heads=16",
+    "data.sequence_length=128",
+    "data.tokenizer=train",
+    "data.vocab_size=2048",
+    "data.held_out=0",
+    "train.batch=8",
+    "train.micro_batch=8",
+    "train.checkpointing=false",
+    "train.precision=float32",
+    "train.warmup=10",
+    "train.lr=1e-3",
+    "recipe.l1=2e-2",
+    "recipe.l1_start=0",
+    "recipe.l1_end=20",
+    "train.eval_every=0",
+    "train.save_every=0",
+    "train.log_every=5",
+    "train.workers=0",
+)
 TINY = ("train.eval_every=0", "train.save_every=0")
 HELD_OUT = 0.2  # of the text, its end
 
 
-def train(text: Path, folder: Path, steps: int, tiny: bool) -> Path:
+def train(text: Path, folder: Path, steps: int, tiny: bool, device: str) -> Path:
     from twell.cli.train import run_train
 
-    preset, settings = ("tiny", TINY) if tiny else ("paper-0.5b", WIDE)
+    preset, settings = ("tiny", TINY) if tiny else ("paper-0.5b", WIDE if device == "cuda" else ON_CPU)
     overrides = [f"data.source={text}", f"data.max_tokens={steps * 32 * 1024}", f"train.steps={steps}"]
     run_train(overrides=[*settings, *overrides], preset=preset, config=None, out=folder, resume=None)
     gc.collect()
@@ -84,7 +106,8 @@ def inputs_of(model: nn.Module, ids: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def measure(folder: Path, held_out: str, device: str, tokens: int) -> Record:
     model, tokenizer = load_model(str(folder), dtype="float32", device=device)
-    windows = list(islice(text_windows(model, tokenizer, [held_out], 1024 if device == "cuda" else 128), 256))
+    length = 1024 if device == "cuda" else 128
+    windows = list(islice(text_windows(model, tokenizer, [held_out], length), tokens // length))
     with recorded_firing(model) as firing:
         before = evaluate_windows(model, windows, batch=8)
     whole = copy.deepcopy(model)
@@ -93,8 +116,7 @@ def measure(folder: Path, held_out: str, device: str, tokens: int) -> Record:
     console.print(str(report), highlight=False)
     precision = torch.bfloat16 if device == "cuda" else torch.float32
     whole, model = whole.to(precision), model.to(precision)
-    count = max(tokens // len(windows[0]), 1)
-    ids = torch.tensor(windows[:count], device=device)
+    ids = torch.tensor(windows, device=device)
     inputs = inputs_of(whole, ids)
     pairs = [
         [(block, x) for (_, block), x in zip(named_blocks(one), inputs, strict=True)]
@@ -156,19 +178,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--run", type=Path, help="folder of a run: its model, or where to train one")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes on a CPU, to try the script")
     parser.add_argument("--commit", default=None, help="what to record where git cannot say")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
     text = options.text.read_text()
     cut = round(len(text) * (1 - HELD_OUT))
-    device = "cpu" if options.tiny else "cuda"
+    device = "cpu" if options.tiny else options.device
     with tempfile.TemporaryDirectory() as folder:
         trained = options.run or Path(folder) / "run"
         if not (trained / "model").exists():
             shown = Path(folder) / "trained.txt"
             shown.write_text(text[:cut])
-            train(shown, trained, options.steps, options.tiny)
+            train(shown, trained, options.steps, options.tiny, device)
         save(
             [measure(trained, text[cut:], device, 512 if options.tiny else 8192)], options.out, options.commit
         )

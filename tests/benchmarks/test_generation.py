@@ -1,4 +1,4 @@
-"""The benchmarks of generation and of pruning: tiny runs on the CPU, and tables of their records."""
+"""The benchmarks of generation and of pruning: tiny runs on the CPU."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ def test_a_tiny_generation_is_compared_and_shown(tmp_path, monkeypatch):
     ]
 
 
-def test_a_tiny_model_is_trained_pruned_and_shown(tmp_path, monkeypatch):
-    with benchmark_modules("pruned_model", "tables_generation") as (script, tables):
+def test_a_tiny_model_is_trained_and_pruned(tmp_path):
+    with benchmark_modules("pruned_model") as (script,):
         text, path = tmp_path / "text.txt", tmp_path / "records.jsonl"
         text.write_text("".join(f"def f{n}(x):\n    return x + {n}\n\n" for n in range(6000)))
         script.main(
             ["--tiny", "--text", str(text), "--steps", "4", "--out", str(path), "--commit", "abc1234"]
         )
         (record,) = read_records(path)
-        monkeypatch.setattr(tables, "PRUNED", path)
-        assert record.shape["cross_entropy"] in tables.pruned_model()
     assert float(record.shape["cross_entropy"]) == pytest.approx(
         float(record.shape["cross_entropy_pruned"]), abs=1e-5
     )
