@@ -30,8 +30,8 @@ def generation_measured_on() -> str:
     record = read_records(GENERATION)[-1]
     versions, device = record.versions, record.hardware.get("gpu", "CPU")
     return (
-        f"One {device}, torch {versions['torch']}, triton {versions.get('triton')}, "
-        f"transformers {versions.get('transformers')}, commit {record.commit}, {record.date[:10]}."
+        f"One {device}, torch {versions['torch']}, triton {versions.get('triton')}, commit {record.commit}, "
+        f"{record.date[:10]}."
     )
 
 
