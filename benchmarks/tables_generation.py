@@ -1,4 +1,4 @@
-"""The tables of generation, for tables.py; `generation.py` writes their records."""
+"""The tables of generation and of a pruned model, for tables.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from twell.measure import read_records
 
 RESULTS = Path(__file__).resolve().parent / "results"
-GENERATION = RESULTS / "generation.jsonl"
+GENERATION, PRUNED = RESULTS / "generation.jsonl", RESULTS / "pruned_model.jsonl"
 
 
 def generation() -> str:
@@ -35,7 +35,22 @@ def generation_measured_on() -> str:
     )
 
 
+def pruned_model() -> str:
+    lines = [
+        "| neurons | kept by layer | blocks, before | after | | cross-entropy, before | after |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for record in read_records(PRUNED):
+        shape, before = record.shape, record.baseline_value
+        lines.append(
+            f"| {shape['H']} | {shape['kept']} | {before * 1e3:.2f} ms | {record.value * 1e3:.2f} ms "
+            f"| {before / record.value:.2f}x | {shape['cross_entropy']} | {shape['cross_entropy_pruned']} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "generation": generation,
     "generation-measured-on": generation_measured_on,
+    "pruned-model": pruned_model,
 }
