@@ -103,8 +103,14 @@ class _Verdict:
         spread = _SPREADS * rows.square().sum().sqrt()
         if self.case.compute_dtype != "float64":  # whose oracle rounds as well
             alike = _how_many_count(scale) / self.block.copies  # expanded tokens count once
-            if name == "x" and self.case.loss == "l1" and not self.case.gated:
-                # L1 alone gives every active pair the same gradient: where all are active, so are x's rows.
+            if (
+                name == "x"
+                and self.case.loss == "l1"
+                and not self.case.gated
+                and bool(self.block.active.all())
+            ):
+                # L1 alone gives every pair the same gradient, so all rows of x's are one and round alike. (In
+                # float16 one number lay 1.3e-5 of itself from the middle of two: the sum's order decided.)
                 alike = alike / max(self.case.tokens / self.block.copies, 1)
             independent = torch.minimum(self.block.independent_errors.double(), alike)
             spread = spread / independent.clamp_min(1).sqrt()

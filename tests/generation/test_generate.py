@@ -62,6 +62,15 @@ def build(kind):
     return accelerate_(transformers.AutoModelForCausalLM.from_config(config).eval())
 
 
+class Turned(transformers.LlamaForCausalLM):
+    """A model of one's own, with other logits."""
+
+    def forward(self, *given, **named):
+        output = super().forward(*given, **named)
+        output.logits = -output.logits
+        return output
+
+
 KINDS = ["sparse llama", "sparse qwen2", "llama", "qwen2", "opt"]
 
 
@@ -323,29 +332,43 @@ def test_a_batch_that_does_not_fit_is_told_what_does(static, monkeypatch, caplog
 
 
 def test_only_llama_and_qwen2_as_they_are_run_layer_by_layer():
-    class Louder(transformers.LlamaForCausalLM):
-        def forward(self, *given, **named):
-            output = super().forward(*given, **named)
-            output.logits = -output.logits
-            return output
-
     assert [is_understood(build(kind)) for kind in KINDS] == [True, True, True, True, False]
-    assert not is_understood(Louder(LlamaConfig(**SIZES)))
+    assert not is_understood(Turned(LlamaConfig(**SIZES)))
 
 
 def test_a_model_of_ones_own_keeps_its_logits(static, monkeypatch):
-    class Louder(transformers.LlamaForCausalLM):
-        def forward(self, *given, **named):
-            output = super().forward(*given, **named)
-            output.logits = -output.logits
-            return output
-
     torch.manual_seed(3)
-    model, ids = accelerate_(Louder(LlamaConfig(**SIZES)).eval()), prompt(2, 6)
+    model, ids = accelerate_(Turned(LlamaConfig(**SIZES)).eval()), prompt(2, 6)
     options = {"do_sample": False, "max_new_tokens": 8}
     found = model.generate(ids, **options)
     assert static
     assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
+def test_models_of_ones_own_are_tried_with_padding_too(static, monkeypatch):
+    """Wrong for padded prompts only: whoever was tried without padding would be believed."""
+
+    class Misplaced(Turned):
+        def forward(self, *given, position_ids=None, past_key_values=None, **named):
+            if type(past_key_values) is transformers.cache_utils.Cache:  # a step's
+                position_ids = past_key_values.layers[0]._column[None].expand_as(position_ids)
+            return super().forward(
+                *given, position_ids=position_ids, past_key_values=past_key_values, **named
+            )
+
+    torch.manual_seed(3)
+    model, ids = accelerate_(Misplaced(LlamaConfig(**SIZES)).eval()), prompt(2, 30)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)  # so that positions matter
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert static
+    mask = torch.ones_like(ids)
+    mask[0, :25] = 0
+    options["attention_mask"] = mask
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert model._twell_steps.refused
 
 
 def test_positions_of_ones_own_go_on(static, monkeypatch):

@@ -36,7 +36,9 @@ _LOOK_AGAIN = 512  # replayed steps after which layers are read again
 _LONGEST = 16_384  # tokens of a sequence: a step attends to all of its columns
 _COLUMNS = 256  # sequences have room in steps of so many tokens, later in powers of two
 _MOST_STEPS = 4  # that a model keeps, with their caches
-_AGREEING = 0.05  # of the norm: other kernels round 16-bit numbers otherwise
+# Of the norm of a model's logits: how far a step's may be off. Other kernels round otherwise.
+_AGREEING = {torch.bfloat16: 0.03, torch.float16: 0.005}
+_AGREEING_WIDE = 1e-3
 _KNOWN = {
     "attention_mask",
     "past_key_values",
@@ -48,12 +50,17 @@ _KNOWN = {
 
 
 class Request(NamedTuple):
-    """tokens, attended: [B, P], 0 in `attended` where it is padded; positions: [B], of the token after the
-    prompt; stops: tokens that end a sequence; pad: what follows them; longest: prompt and answer."""
+    """tokens, attended:  [B, P]; 0 in `attended` where the prompt is padded.
+    positions:  [B], of the token after the prompt.
+    placed:     whether transformers hands positions to the model.
+    stops:      tokens that end a sequence; pad: what follows them.
+    longest:    tokens of prompt and answer.
+    """
 
     tokens: Tensor
     attended: Tensor
     positions: Tensor
+    placed: bool
     sampling: Sampling
     stops: list[int]
     pad: int
@@ -161,9 +168,10 @@ def _request(
     positions = named.get("position_ids")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
         return "positions of another shape than the prompt"
-    positions = attended.sum(1) if positions is None else positions[:, -1] + 1
+    placed = positions is not None
+    positions = positions[:, -1] + 1 if placed else attended.sum(1)
     pad = 0 if pad is None else int(pad.flatten()[0])
-    return Request(tokens, attended, positions.expand(len(tokens)), sampling, stops, pad, longest)
+    return Request(tokens, attended, positions.expand(len(tokens)), placed, sampling, stops, pad, longest)
 
 
 def _drops(module: nn.Module) -> bool:
@@ -299,7 +307,10 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
     logits than the model."""
     kept, columns = _kept(model), _room(request.longest)
     batch = request.tokens.shape[0]
-    key = batch, columns, len(request.stops), request.sampling.key, _fingerprint(model)
+    understood = is_understood(model)
+    # A model of which nothing is known is tried with padding before a padded prompt is believed to it.
+    padded = not understood and bool((request.attended == 0).any())
+    key = batch, columns, padded, len(request.stops), request.sampling.key, _fingerprint(model)
     step = kept.pop(key, None)
     if step is None:
         while len(kept) >= _MOST_STEPS or any(old[-1] != key[-1] for old in kept):
@@ -307,7 +318,7 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
         step = _new_step(model, request, cache, columns, kept)
         if step is None:
             return None
-        if not is_understood(model) and not _agrees(model, step, request, cache):
+        if not understood and not _agrees(model, step, request, cache):
             kept.refused = f"a step of {type(model).__name__} does not compute what the model does"
             log_once(f"generate runs without captured steps: {kept.refused}")
             return None
@@ -352,9 +363,11 @@ def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
         past_key_values=copy.deepcopy(cache),
         attention_mask=longer,
         use_cache=True,
+        **({"position_ids": request.positions[:, None]} if request.placed else {}),
     )
     theirs = model(**inputs, return_dict=True).logits[:, -1].float()
-    return bool((ours - theirs).norm() <= _AGREEING * theirs.norm())
+    allowed = _AGREEING.get(model.dtype, _AGREEING_WIDE)
+    return bool((ours - theirs).norm() <= allowed * theirs.norm())
 
 
 def _room(tokens: int) -> int:

@@ -10,17 +10,10 @@ from torch import nn
 from .._errors import reject
 from .._log import log_once
 from ..plan import Plan
-from .blocks import (
-    Carrier,
-    Dropouts,
-    Surroundings,
-    install_carrier,
-    install_own_forward,
-    remove,
-    twin_of,
-)
+from .blocks import Carrier, install_carrier, install_own_forward, remove, twin_of
 from .proof import is_probability
 from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks, places_besides
+from .surroundings import Dropouts, Surroundings
 from .twin import BlockTwin
 
 
