@@ -17,8 +17,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
-from .._log import log_once
 from .cache import StepCache
+from .kernel_layers import KernelLayers, compiled_or_plain, fit_kernels, layers_of
 from .merged import Merged, may_merge, merged_projections
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
@@ -38,9 +38,9 @@ class Decoder(Protocol):
 
 
 def decoder_of(model: nn.Module, cache: StepCache, compiled: bool) -> Decoder:
-    if is_understood(model):
-        return _OwnLayers(model, cache, compiled)
-    return _WholeModel(model, cache)
+    if not is_understood(model):
+        return _WholeModel(model, cache)
+    return KernelLayers(model, cache) if fit_kernels(model) else _OwnLayers(model, cache, compiled)
 
 
 def is_understood(model: nn.Module) -> bool:
@@ -86,7 +86,7 @@ class _OwnLayers:
         self._embed, self._rotate = backbone.embed_tokens, backbone.rotary_emb
         self._norm, self._head = backbone.norm, model.lm_head
         self._layer = _compiled_layer() if compiled else _layer
-        layers = list(backbone.layers)[: model.config.num_hidden_layers]
+        layers = layers_of(model)
         merges = may_merge(layers)
         self._layers = [(layer, merged_projections(layer.self_attn) if merges else None) for layer in layers]
 
@@ -146,17 +146,4 @@ def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiled_layer() -> Callable[..., Any]:
-    compiled = torch.compile(_layer)
-    broken: list[str] = []
-
-    def run(*given: Any) -> Tensor:
-        if broken:
-            return _layer(*given)
-        try:
-            return compiled(*given)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            broken.append(str(error))
-            log_once(f"generation runs without a compiler: {str(error).splitlines()[0]}")
-            return _layer(*given)
-
-    return run
+    return compiled_or_plain(_layer)

@@ -29,19 +29,25 @@ class Merged(NamedTuple):
                 one.copy_(projections[place].bias)
 
 
-def merged_projections(attention: nn.Module) -> Merged | None:
-    """Of Llama's or Qwen2's attention; None where its projections are not plain."""
+def can_merge(attention: nn.Module) -> bool:
+    """Whether the projections of Llama's or Qwen2's attention are plain, and alike."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
     if any(type(one) is not nn.Linear for one in projections):
-        return None
-    weights = [one.weight for one in projections]
+        return False
     biases = [one.bias for one in projections if one.bias is not None]
-    kinds = {(t.dtype, t.device) for t in (*weights, *biases)}
-    if len(biases) not in (0, 3) or len(kinds) != 1:
+    kinds = {(t.dtype, t.device) for t in (*(one.weight for one in projections), *biases)}
+    return len(biases) in (0, 3) and len(kinds) == 1
+
+
+def merged_projections(attention: nn.Module) -> Merged | None:
+    """None where they cannot be merged; empty until they are refreshed."""
+    if not can_merge(attention):
         return None
+    weights = [one.weight for one in (attention.q_proj, attention.k_proj, attention.v_proj)]
     sizes = tuple(weight.shape[0] for weight in weights)
     weight = weights[0].new_empty(sum(sizes), weights[0].shape[1])
-    return Merged(weight, weight.new_empty(sum(sizes)) if biases else None, sizes)
+    biased = attention.q_proj.bias is not None
+    return Merged(weight, weight.new_empty(sum(sizes)) if biased else None, sizes)
 
 
 def may_merge(layers: list[nn.Module]) -> bool:

@@ -22,6 +22,7 @@ from twell import Plan, accumulate_in_place, ffn, ffn_with_stats
 from twell.backends import BACKENDS
 from twell.kernels.gpu import launch as launching
 from twell.kernels.gpu import sizes
+from twell.kernels.gpu import token as token_kernels
 from twell.kernels.gpu import training as training_step
 from twell.kernels.gpu.device import Gpu
 from twell.kernels.gpu.row import run as rows
@@ -197,7 +198,33 @@ def training() -> None:
     call(MANY, hidden=HIDDEN + 16, trained=True, activation="drelu")
 
 
-CALLS = {"80": (portable, training), "90": (portable,), "100": (portable, training), "hopper": (hopper,)}
+def generation() -> None:
+    """What a token passes around its blocks; 128 keys and queries of 64 features, and 8 of 128."""
+    for dtype, batch, heads, key_heads, size, columns in (
+        (torch.bfloat16, 1, 32, 32, 64, 256),
+        (torch.bfloat16, 8, 32, 8, 128, 1024),
+        (torch.float32, 2, 4, 1, 96, 1024),
+    ):
+
+        def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        x = empty(batch, HIDDEN)
+        token_kernels.add_and_norm(x, empty(batch, HIDDEN), empty(HIDDEN), 1e-6)
+        outputs = (heads + 2 * key_heads) * size
+        projected = token_kernels.linear_of_few(x, empty(outputs, HIDDEN), empty(outputs))
+        cache = empty(batch, key_heads, columns, size)
+        column = empty(1, dtype=torch.int64)
+        turns = empty(batch, size)
+        token_kernels.attend(projected, turns, turns, empty(batch, columns), column, cache, cache, 0.1)
+
+
+CALLS = {
+    "80": (portable, training, generation),
+    "90": (portable, generation),
+    "100": (portable, training, generation),
+    "hopper": (hopper,),
+}
 
 
 def main(target: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import sum_over_warps
 
@@ -65,6 +65,7 @@ def decode_down_hopper(
 
     Grid: slices of WIDTH outputs, parts of PART tokens. Each warp takes TILES tiles at a time.
     """
+    gdc_launch_dependents()
     DTYPE: gl.constexpr = y.dtype.element_ty
     WARPS: gl.constexpr = gl.num_warps()
     SIDE: gl.constexpr = WARPS * TILES

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from .common import (
     activate,
@@ -41,13 +41,13 @@ def _cell(slot, tile, tiles, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def _send(w_desc, x_desc, ring, tile, step, span, WITH_X: gl.constexpr, RESIDENT: gl.constexpr):
-    """One tile of weight rows, step by step, and x beside it if wanted. Returns the next step."""
+def _send(w_desc, x_desc, ring, tile, step, start, span, WITH_X: gl.constexpr, RESIDENT: gl.constexpr):
+    """One tile of weight rows from depth `start` on, and x beside it if wanted. Returns the next step."""
     x_ring, w_ring, ready, free = ring
     NEURONS: gl.constexpr = w_desc.block_shape[0]
     DEPTH: gl.constexpr = x_desc.block_shape[1]
     STAGES: gl.constexpr = w_ring.shape[0]
-    for k in range(0, span, DEPTH):
+    for k in range(start, span, DEPTH):
         stage = step % STAGES
         mbarrier.wait(free.index(stage), ((step // STAGES) & 1) ^ 1)
         if WITH_X:
@@ -60,6 +60,26 @@ def _send(w_desc, x_desc, ring, tile, step, span, WITH_X: gl.constexpr, RESIDENT
             tma_load(w_desc, [tile * NEURONS, k], ready.index(stage), w_ring.index(stage))
         step += 1
     return step
+
+
+@gluon.jit
+def _send_first(w_desc, x_desc, ring, tile, span, RESIDENT: gl.constexpr):
+    """The first tile of weight rows, with x. The ring fills with weights while the kernel that makes x may
+    still run. Returns the next step."""
+    x_ring, w_ring, ready, _free = ring
+    NEURONS: gl.constexpr = w_desc.block_shape[0]
+    DEPTH: gl.constexpr = x_desc.block_shape[1]
+    EARLY: gl.constexpr = min(w_ring.shape[0], x_ring.shape[0])
+    for step in gl.static_range(EARLY):
+        if step * DEPTH < span:
+            mbarrier.expect(ready.index(step), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            tma_load(w_desc, [tile * NEURONS, step * DEPTH], ready.index(step), w_ring.index(step))
+    gdc_wait()
+    for step in gl.static_range(EARLY):
+        if step * DEPTH < span:
+            tma_load(x_desc, [0, step * DEPTH], ready.index(step), x_ring.index(step))
+    sent = gl.minimum(EARLY, gl.cdiv(span, DEPTH))
+    return _send(w_desc, x_desc, ring, tile, sent, EARLY * DEPTH, span, True, RESIDENT)
 
 
 @gluon.jit
@@ -80,17 +100,14 @@ def _produce(
     step = 0
     for tile in range(gl.program_id(0), gl.cdiv(H, NEURONS), gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
-        if RESIDENT:
-            if turn == 0:
-                step = _send(select_desc, x_desc, ring, tile, step, span, True, True)
-            else:
-                step = _send(select_desc, x_desc, ring, tile, step, span, False, True)
+        if turn == 0:
+            step = _send_first(select_desc, x_desc, ring, tile, span, RESIDENT)
         else:
-            step = _send(select_desc, x_desc, ring, tile, step, span, True, False)
+            step = _send(select_desc, x_desc, ring, tile, step, 0, span, not RESIDENT, RESIDENT)
         if GATED:
             mbarrier.wait(decided, turn & 1)
             if gl.load(counts + tile) > GATHERED:
-                step = _send(up_desc, x_desc, ring, tile, step, span, not RESIDENT, RESIDENT)
+                step = _send(up_desc, x_desc, ring, tile, step, 0, span, not RESIDENT, RESIDENT)
 
 
 @gluon.jit

@@ -118,7 +118,8 @@ def launch_hopper(
         "RESIDENT": tiles.resident,
     }
     grid = (min(gpu.processors, count),)
-    launch(compiled, decode_select_up_hopper, grid, arguments, constants, num_warps=_WARPS)
+    # Their launches overlap the kernels before them.
+    launch(compiled, decode_select_up_hopper, grid, arguments, constants, num_warps=_WARPS, launch_pdl=True)
     arguments = down_arguments(operands, packed, y, count)
     constants = {
         "HAS_BIAS": operands.down_bias is not None,
@@ -128,6 +129,4 @@ def launch_hopper(
         "TILES": tiles.side,
     }
     grid = (cdiv(operands.outputs, tiles.width), cdiv(operands.tokens, tiles.part))
-    # Its launch overlaps the first kernel.
-    options = {"num_warps": _DOWN_WARPS, "launch_pdl": True}
-    launch(compiled, decode_down_hopper, grid, arguments, constants, **options)
+    launch(compiled, decode_down_hopper, grid, arguments, constants, num_warps=_DOWN_WARPS, launch_pdl=True)

@@ -1,0 +1,124 @@
+"""Llama's and Qwen2's layers on kernels of our own, for one token per sequence: see `kernels/gpu/token`."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from .._log import log_once
+from ..sparsify.blocks import named_blocks
+from .cache import StepCache
+from .merged import Merged, can_merge, may_merge, merged_projections
+
+_NORMS = (LlamaRMSNorm, Qwen2RMSNorm)
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+DEVICES = ("cuda",)
+
+
+class _Layer(NamedTuple):
+    layer: nn.Module
+    merged: Merged
+    block: Callable[[Tensor], Tensor]
+
+
+class KernelLayers:
+    """A `Decoder`."""
+
+    def __init__(self, model: nn.Module, cache: StepCache) -> None:
+        backbone, self._cache = model.model, cache
+        self._embed, self._rotate = backbone.embed_tokens, backbone.rotary_emb
+        self._norm, self._head = backbone.norm, model.lm_head
+        self._layers = [
+            _Layer(layer, merged_projections(layer.self_attn), _block_of(layer.mlp))
+            for layer in layers_of(model)
+        ]
+
+    def begin(self) -> None:
+        for layer, merged, _ in self._layers:
+            merged.refresh(layer.self_attn)
+
+    def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
+        from ..kernels.gpu.token import add_and_norm, attend, linear_of_few
+
+        cache, change = self._cache, None
+        x = self._embed(token)
+        cosines, sines = (t[:, 0].contiguous() for t in self._rotate(x, position_ids=position[:, None]))
+        mask = mask[:, 0, 0]
+        for (layer, merged, block), keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            attention, out = layer.self_attn, layer.self_attn.o_proj
+            norm = layer.input_layernorm
+            x, normed = add_and_norm(x, change, norm.weight, norm.variance_epsilon)
+            projected = linear_of_few(normed, merged.weight, merged.bias)
+            seen = attend(projected, cosines, sines, mask, cache.column, keys, values, attention.scaling)
+            change = linear_of_few(seen, out.weight, out.bias)
+            norm = layer.post_attention_layernorm
+            x, normed = add_and_norm(x, change, norm.weight, norm.variance_epsilon)
+            change = block(normed)
+        _, normed = add_and_norm(x, change, self._norm.weight, self._norm.variance_epsilon)
+        return self._head(normed)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return list(model.model.layers)[: model.config.num_hidden_layers]
+
+
+def fit_kernels(model: nn.Module) -> bool:
+    """Whether the kernels compute what the layers of a Llama or Qwen2 do."""
+    layers = layers_of(model)
+    norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
+    tensors = [parameter for layer in layers for parameter in layer.parameters()]
+    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    dtype, device = next(iter(kinds))
+    return (
+        importlib.util.find_spec("triton") is not None
+        and torch.version.hip is None
+        and len(kinds) == 1
+        and dtype in _TYPES
+        and device.type in DEVICES
+        and all(type(norm) in _NORMS for norm in (*norms, model.model.norm))
+        and all(type(layer.self_attn.o_proj) is nn.Linear for layer in layers)
+        and all(tensor.is_contiguous() for layer in layers for tensor in layer.self_attn.parameters())
+        and all(can_merge(layer.self_attn) for layer in layers)
+        and may_merge(layers)
+    )
+
+
+def _block_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Sparse blocks have kernels of their own; a compiler fuses what it can of others, once for all."""
+    if named_blocks(mlp):
+        return mlp
+    return lambda x: _compiled_block()(mlp, x)
+
+
+def _run(mlp: nn.Module, x: Tensor) -> Tensor:
+    return mlp(x)
+
+
+@lru_cache(maxsize=1)
+def _compiled_block() -> Callable[..., Any]:
+    return compiled_or_plain(_run)
+
+
+def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, compiled; as it is where a compiler is missing or fails."""
+    compiled = torch.compile(function)
+    broken: list[str] = []
+
+    def run(*given: Any) -> Any:
+        if broken:
+            return function(*given)
+        try:
+            return compiled(*given)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            broken.append(str(error))
+            log_once(f"generation runs without a compiler: {str(error).splitlines()[0]}")
+            return function(*given)
+
+    return run

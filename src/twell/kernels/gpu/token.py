@@ -1,0 +1,149 @@
+"""What a token passes around its feed-forward blocks when text is generated: norms, products, attention.
+
+Every kernel is launched while the one before still runs (on GPUs that can), and waits only for what it needs
+of it: weights are on their way by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from .device import Gpu, gpu_of
+from .launch import Tokens, kind_number, launch
+from .sizes import cdiv, power_of_two
+from .triton.token_attention import join_attention, token_attention
+from .triton.token_linear import token_linear
+from .triton.token_norm import token_norm
+
+LINEAR_TOKENS = 16  # up to here `token_linear` runs; beyond, cuBLAS reuses weights better
+_LEAST_COLUMNS = 256  # that a part of attention is worth being joined for
+
+
+@dataclass(frozen=True)
+class LinearTiles:
+    """neurons, rows, parts and depth of `token_linear`; warps."""
+
+    neurons: int
+    rows: int
+    parts: int
+    depth: int
+    warps: int
+
+
+def linear_tiles(gpu: Gpu, tokens: int, features: int, itemsize: int) -> LinearTiles:
+    if gpu.capability == (0, 0):
+        return LinearTiles(16, 1 if tokens == 1 else 16, 2, 16, 4)
+    wide = itemsize > 2
+    if tokens == 1:
+        depth = min(2048, power_of_two(features)) // (2 if wide else 1)
+        return LinearTiles(8, 1, 1, depth, 4)
+    return LinearTiles(16, 16, 4, 64 if wide else 256, 4)
+
+
+def chained(gpu: Gpu) -> dict[str, bool]:
+    """Options of a launch that overlaps the one before."""
+    return {"launch_pdl": True} if gpu.capability >= (9, 0) else {}
+
+
+def linear_of_few(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    """x w^T + bias; x [B, D], w [N, D], both contiguous."""
+    tokens, features = x.shape
+    outputs = w.shape[0]
+    if tokens > LINEAR_TOKENS:
+        return linear(x, w, bias)
+    gpu = gpu_of(x.device)
+    tiles = linear_tiles(gpu, tokens, features, x.dtype.itemsize)
+    y = x.new_empty(tokens, outputs)
+    options = chained(gpu)
+    constants = {
+        "HAS_BIAS": bias is not None,
+        "NEURONS": tiles.neurons,
+        "ROWS": tiles.rows,
+        "PARTS": tiles.parts,
+        "DEPTH": tiles.depth,
+        "CHAINED": bool(options),
+    }
+    kind = kind_number(("linear", x.dtype, outputs, features, tiles, bias is not None))
+    arguments = (x, w, w if bias is None else bias, y, Tokens(tokens), outputs, features)
+    grid = (cdiv(outputs, tiles.neurons),)
+    launch(kind, token_linear, grid, arguments, constants, num_warps=tiles.warps, **options)
+    return y
+
+
+def add_and_norm(x: Tensor, change: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """x + change and its RMSNorm; x, change [B, D], contiguous."""
+    tokens, features = x.shape
+    gpu = gpu_of(x.device)
+    normed = torch.empty_like(x)
+    total = x if change is None else torch.empty_like(x)
+    options = chained(gpu)
+    width = power_of_two(features)
+    constants = {"HAS_CHANGE": change is not None, "WIDTH": width, "CHAINED": bool(options)}
+    kind = kind_number(("norm", x.dtype, weight.dtype, features, change is not None))
+    arguments = (x, x if change is None else change, weight, total, normed, features, epsilon)
+    warps = min(8, max(1, width // 256))
+    launch(kind, token_norm, (tokens,), arguments, constants, num_warps=warps, **options)
+    return total, normed
+
+
+def attend(
+    projected: Tensor,
+    cosines: Tensor,
+    sines: Tensor,
+    mask: Tensor,
+    column: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scale: float,
+) -> Tensor:
+    """[B, heads * size], what the new tokens see; their keys and values go into the cache.
+
+    projected:      [B, (heads + 2 * key heads) * size], queries, key and value.
+    cosines, sines: [B, size].
+    mask:           [B, columns], added to the scores.
+    column:         int64 [1], of the new tokens; columns beyond are not looked at.
+    keys, values:   [B, key heads, columns, size].
+    All are contiguous.
+    """
+    batch, key_heads, columns, size = keys.shape
+    heads = projected.shape[1] // size - 2 * key_heads
+    group = heads // key_heads
+    gpu = gpu_of(keys.device)
+    splits = attention_splits(gpu, batch * key_heads, columns)
+    out = projected.new_empty(batch, heads * size)
+    sums = out if splits == 1 else out.new_empty(batch * heads, splits, size + 2, dtype=torch.float32)
+    options = chained(gpu)
+    small = gpu.capability == (0, 0)
+    constants = {
+        "KEY_HEADS": key_heads,
+        "GROUP": group,
+        "SIZE": size,
+        "HEADS": max(16, power_of_two(group)),
+        "WIDTH": max(16, power_of_two(size)),
+        "STEP": 16 if small else 64,
+        "SPLITS": splits,
+        "CHAINED": bool(options),
+    }
+    kind = kind_number(("attention", keys.dtype, cosines.dtype, mask.dtype, columns, *constants.values()))
+    arguments = (projected, cosines, sines, mask, column, keys, values, out, sums, scale, columns)
+    launch(kind, token_attention, (batch * key_heads, splits), arguments, constants, num_warps=4, **options)
+    if splits > 1:
+        names = ("SIZE", "WIDTH", "SPLITS")
+        constants = {name: constants[name] for name in names} | {
+            "ROUND": power_of_two(splits),
+            "CHAINED": bool(options),
+        }
+        kind = kind_number(("join", out.dtype, *constants.values()))
+        launch(kind, join_attention, (batch * heads,), (sums, out), constants, num_warps=1, **options)
+    return out
+
+
+def attention_splits(gpu: Gpu, programs: int, columns: int) -> int:
+    """Parts of the columns, so that all processors have work and parts are long enough to be worth it."""
+    if gpu.capability == (0, 0):
+        return 2 if columns > 64 else 1
+    return max(1, min(2 * gpu.processors // programs, cdiv(columns, _LEAST_COLUMNS)))

@@ -1,0 +1,95 @@
+"""What a generated token passes around its blocks, against plain PyTorch; Triton interprets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
+
+from twell.kernels.gpu.token import add_and_norm, attend, attention_splits, linear_of_few
+from twell.kernels.gpu.token import gpu_of as device_of
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+def close(got, wanted, dtype):
+    return torch.testing.assert_close(
+        got.double(), wanted.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype]
+    )
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "features"), [(1, 24, 40), (1, 16, 32), (3, 40, 72), (16, 8, 64), (17, 8, 16)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(tokens, outputs, features, biased, dtype):
+    x, w = torch.randn(tokens, features, dtype=dtype), torch.randn(outputs, features, dtype=dtype) / 8
+    bias = torch.randn(outputs, dtype=dtype) if biased else None
+    wanted = linear(x.double(), w.double(), None if bias is None else bias.double())
+    close(linear_of_few(x, w, bias), wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("features", [32, 40])
+@pytest.mark.parametrize("changed", [False, True])
+def test_norm(features, changed, dtype):
+    x, weight = torch.randn(3, features, dtype=dtype), torch.randn(features, dtype=dtype)
+    change = torch.randn(3, features, dtype=dtype) if changed else None
+    total, normed = add_and_norm(x, change, weight, 1e-3)
+    assert torch.equal(total, x + change if changed else x)
+    close(normed, rms_norm(total.double(), (features,), weight.double(), 1e-3), dtype)
+
+
+def turned(x, cosines, sines):
+    half = x.shape[-1] // 2
+    return x * cosines + torch.cat((-x[..., half:], x[..., :half]), -1) * sines
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("batch", "heads", "key_heads", "size", "columns", "last"),
+    [
+        (2, 4, 2, 24, 48, 37),
+        (1, 3, 3, 16, 96, 50),
+        (1, 2, 1, 16, 96, 0),
+        (2, 2, 2, 8, 16, 15),
+        (1, 2, 1, 16, 96, 1),
+    ],
+)
+def test_attention(batch, heads, key_heads, size, columns, last, dtype):
+    projected = torch.randn(batch, (heads + 2 * key_heads) * size, dtype=dtype)
+    angles = torch.rand(batch, size // 2) * 6
+    cosines, sines = (torch.cat((f(angles), f(angles)), -1).to(dtype) for f in (torch.cos, torch.sin))
+    keys, values = (torch.randn(batch, key_heads, columns, size, dtype=dtype) for _ in range(2))
+    mask = torch.full((batch, columns), torch.finfo(dtype).min, dtype=dtype)
+    mask[:, : last + 1] = 0
+    mask[-1, : last // 2] = torch.finfo(dtype).min  # padded on the left
+    # Beyond the new token there is nothing; a NaN there must not be read.
+    keys[:, :, last:], values[:, :, last:] = torch.nan, torch.nan
+    theirs = [keys.double(), values.double()]
+    query, key, value = projected.double().split([heads * size, key_heads * size, key_heads * size], -1)
+    query, key, value = (t.view(batch, -1, size) for t in (query, key, value))
+    query, key = (turned(t, cosines.double()[:, None], sines.double()[:, None]) for t in (query, key))
+    theirs[0][:, :, last], theirs[1][:, :, last] = key, value
+    wanted = scaled_dot_product_attention(
+        query[:, :, None],
+        *(t[:, :, : last + 1] for t in theirs),
+        attn_mask=mask.double()[:, None, None, : last + 1],
+        scale=0.3,
+        enable_gqa=True,
+    )
+    seen = attend(projected, cosines, sines, mask, torch.tensor([last]), keys, values, 0.3)
+    close(seen, wanted.reshape(batch, -1), dtype)
+    for got, filled in zip((keys, values), theirs, strict=True):
+        close(got[:, :, last], filled[:, :, last], dtype)
+        assert got[:, :, last + 1 :].isnan().all()
+
+
+def test_long_texts_are_split():
+    assert attention_splits(device_of(torch.device("cpu")), 1, 96) == 2
