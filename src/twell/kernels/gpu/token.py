@@ -19,29 +19,26 @@ from .triton.token_attention import join_attention, token_attention
 from .triton.token_linear import token_linear
 from .triton.token_norm import token_norm
 
-LINEAR_TOKENS = 16  # up to here `token_linear` runs; beyond, cuBLAS reuses weights better
+LINEAR_TOKENS = 4  # up to here `token_linear` runs; beyond, cuBLAS is faster
 _LEAST_COLUMNS = 256  # that a part of attention is worth being joined for
+_STEP_BYTES = 32_768  # of keys that attention takes at a time
 
 
 @dataclass(frozen=True)
 class LinearTiles:
-    """neurons, rows, parts and depth of `token_linear`; warps."""
+    """neurons, rows and depth of `token_linear`; warps."""
 
     neurons: int
     rows: int
-    parts: int
     depth: int
     warps: int
 
 
 def linear_tiles(gpu: Gpu, tokens: int, features: int, itemsize: int) -> LinearTiles:
+    rows = power_of_two(tokens)
     if gpu.capability == (0, 0):
-        return LinearTiles(16, 1 if tokens == 1 else 16, 2, 16, 4)
-    wide = itemsize > 2
-    if tokens == 1:
-        depth = min(2048, power_of_two(features)) // (2 if wide else 1)
-        return LinearTiles(8, 1, 1, depth, 4)
-    return LinearTiles(16, 16, 4, 64 if wide else 256, 4)
+        return LinearTiles(16, rows, 32, 4)
+    return LinearTiles(4, rows, min(4096 // itemsize, power_of_two(features)), 2)
 
 
 def chained(gpu: Gpu) -> dict[str, bool]:
@@ -63,7 +60,6 @@ def linear_of_few(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         "HAS_BIAS": bias is not None,
         "NEURONS": tiles.neurons,
         "ROWS": tiles.rows,
-        "PARTS": tiles.parts,
         "DEPTH": tiles.depth,
         "CHAINED": bool(options),
     }
@@ -117,29 +113,38 @@ def attend(
     out = projected.new_empty(batch, heads * size)
     sums = out if splits == 1 else out.new_empty(batch * heads, splits, size + 2, dtype=torch.float32)
     options = chained(gpu)
-    small = gpu.capability == (0, 0)
+    step, warps = attention_step(gpu, batch * key_heads, size, keys.dtype.itemsize)
     constants = {
         "KEY_HEADS": key_heads,
         "GROUP": group,
         "SIZE": size,
         "HEADS": max(16, power_of_two(group)),
         "WIDTH": max(16, power_of_two(size)),
-        "STEP": 16 if small else 64,
+        "STEP": step,
         "SPLITS": splits,
         "CHAINED": bool(options),
     }
     kind = kind_number(("attention", keys.dtype, cosines.dtype, mask.dtype, columns, *constants.values()))
     arguments = (projected, cosines, sines, mask, column, keys, values, out, sums, scale, columns)
-    launch(kind, token_attention, (batch * key_heads, splits), arguments, constants, num_warps=4, **options)
+    grid = (batch * key_heads, splits)
+    options |= {"num_warps": warps, "num_stages": 2}
+    launch(kind, token_attention, grid, arguments, constants, **options)
     if splits > 1:
-        names = ("SIZE", "WIDTH", "SPLITS")
-        constants = {name: constants[name] for name in names} | {
-            "ROUND": power_of_two(splits),
-            "CHAINED": bool(options),
-        }
+        names = ("SIZE", "WIDTH", "SPLITS", "CHAINED")
+        constants = {name: constants[name] for name in names} | {"ROUND": power_of_two(splits)}
         kind = kind_number(("join", out.dtype, *constants.values()))
-        launch(kind, join_attention, (batch * heads,), (sums, out), constants, num_warps=1, **options)
+        options["num_warps"] = 1
+        launch(kind, join_attention, (batch * heads,), (sums, out), constants, **options)
     return out
+
+
+def attention_step(gpu: Gpu, programs: int, size: int, itemsize: int) -> tuple[int, int]:
+    """Columns that a program takes at a time, and its warps."""
+    if gpu.capability == (0, 0):
+        return 16, 4
+    alone = programs <= gpu.processors and gpu.shared_memory > 6 * _STEP_BYTES
+    taken, warps = (_STEP_BYTES, 8) if alone else (_STEP_BYTES // 4, 4)
+    return max(16, taken // itemsize // power_of_two(size)), warps
 
 
 def attention_splits(gpu: Gpu, programs: int, columns: int) -> int:

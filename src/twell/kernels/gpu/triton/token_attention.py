@@ -12,6 +12,23 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _look(query, keys, values, shift, scale, highest, weight, seen):
+    """Attend to further columns.
+
+    query [HEADS, WIDTH], keys, values [STEP, WIDTH]; shift [STEP], of the scores.
+    highest:  the highest score so far, [HEADS]; weight, seen: sums of exp(score - highest), and of values
+              weighted so, [HEADS] and [HEADS, WIDTH].
+    """
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale + shift[None, :]
+    now = tl.maximum(highest, tl.max(scores, 1))
+    base = tl.where(now == float("-inf"), 0.0, now)  # nothing to attend to yet
+    chance = tl.exp(scores - base[:, None])
+    shrunk = tl.exp(highest - base)
+    seen = tl.dot(chance.to(values.dtype), values, seen * shrunk[:, None], input_precision="ieee")
+    return now, weight * shrunk + tl.sum(chance, 1), seen
+
+
+@triton.jit
 def token_attention(
     projected,
     cosines,
@@ -62,6 +79,12 @@ def token_attention(
     share = tl.cdiv(last + 1, SPLITS)
     start = split * share
     stop = tl.minimum(start + share, last)
+    step = tl.arange(0, STEP)
+    cell = cache + step[:, None] * SIZE + feature[None, :]
+    # The first columns were written before this token: they are on their way while it is projected.
+    known = (start + step < stop)[:, None] & inside[None, :]
+    cached_keys = tl.load(keys + start * SIZE + cell, mask=known, other=0.0)
+    cached_values = tl.load(values + start * SIZE + cell, mask=known, other=0.0)
     if CHAINED:
         gdc_wait()
     token = projected + sequence.to(tl.int64) * ((GROUP + 2) * KEY_HEADS * SIZE)
@@ -86,22 +109,15 @@ def token_attention(
         highest = tl.full([HEADS], float("-inf"), tl.float32)
         weight = tl.zeros([HEADS], tl.float32)
         seen = tl.zeros([HEADS, WIDTH], tl.float32)
-    for begin in range(start, stop, STEP):
-        place = begin + tl.arange(0, STEP)
-        there = place < stop
-        cell = cache + place[:, None] * SIZE + feature[None, :]
-        known = there[:, None] & inside[None, :]
-        key = tl.load(keys + cell, mask=known, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores += tl.load(mask + sequence * columns + place, mask=there, other=0.0).to(tl.float32)[None, :]
-        scores = tl.where(there[None, :], scores, float("-inf"))
-        now = tl.maximum(highest, tl.max(scores, 1))
-        chance = tl.exp(scores - now[:, None])
-        shrunk = tl.exp(highest - now)
-        value = tl.load(values + cell, mask=known, other=0.0)
-        seen = tl.dot(chance.to(DTYPE), value, seen * shrunk[:, None], input_precision="ieee")
-        weight = weight * shrunk + tl.sum(chance, 1)
-        highest = now
+    masked = mask + sequence * columns + step
+    shift = tl.load(masked + start, mask=start + step < stop, other=float("-inf")).to(tl.float32)
+    highest, weight, seen = _look(query, cached_keys, cached_values, shift, scale, highest, weight, seen)
+    for begin in range(start + STEP, stop, STEP):
+        known = (begin + step < stop)[:, None] & inside[None, :]
+        cached_keys = tl.load(keys + begin * SIZE + cell, mask=known, other=0.0)
+        cached_values = tl.load(values + begin * SIZE + cell, mask=known, other=0.0)
+        shift = tl.load(masked + begin, mask=begin + step < stop, other=float("-inf")).to(tl.float32)
+        highest, weight, seen = _look(query, cached_keys, cached_values, shift, scale, highest, weight, seen)
     row = (sequence * KEY_HEADS + key_head) * GROUP + head
     if SPLITS == 1:
         cell = out + (row.to(tl.int64) * SIZE)[:, None] + feature[None, :]
@@ -120,8 +136,8 @@ def join_attention(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    ROUND: tl.constexpr,
     CHAINED: tl.constexpr,
+    ROUND: tl.constexpr,
 ):
     """out [heads, SIZE] from sums [heads, SPLITS, SIZE + 2]; a program per head. ROUND: SPLITS rounded up."""
     if CHAINED:

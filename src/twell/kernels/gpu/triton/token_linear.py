@@ -1,7 +1,7 @@
-"""A linear layer for few tokens: bound by reading the weights once.
+"""A linear layer for one to a few tokens: bound by reading the weights once.
 
-A program takes NEURONS rows of the weights and all tokens. It asks for its first weights before it waits for
-x: they do not depend on the kernel before, whose end they overlap.
+A program takes NEURONS rows of the weights and all tokens, and multiplies in registers. It asks for its first
+weights before it waits for x: they do not depend on the kernel before, whose end they overlap.
 """
 
 from __future__ import annotations
@@ -24,45 +24,37 @@ def token_linear(
     HAS_BIAS: tl.constexpr,
     NEURONS: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
     DEPTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """y [M, N] = x [M, D] w^T + bias; w [N, D]; M at most ROWS.
-
-    ROWS 1: weights are multiplied in registers. Else tensor cores: each of PARTS warps takes DEPTH of a
-    step's depth, and their sums are added at the end.
-    """
+    """y [M, N] = x [M, D] w^T + bias; w [N, D]; M at most ROWS."""
     if CHAINED:
         gdc_launch_dependents()
     neuron = tl.program_id(0) * NEURONS + tl.arange(0, NEURONS)
-    part = tl.arange(0, PARTS)
-    depth = part[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
-    token = tl.arange(0, ROWS)
-    source = w + (neuron.to(tl.int64) * D)[None, :, None] + depth[:, None, :]
-    real = (neuron < N)[None, :, None]
-    rows = tl.load(source, mask=real & (depth < D)[:, None, :], other=0.0)
+    depth = tl.arange(0, DEPTH)
+    source = w + (neuron.to(tl.int64) * D)[:, None] + depth[None, :]
+    real = (neuron < N)[:, None]
+    rows = tl.load(source, mask=real & (depth < D)[None, :], other=0.0)
     if CHAINED:
         gdc_wait()
-    acc = _product(x, rows, depth, token, M, D, ROWS)
-    for k in range(PARTS * DEPTH, D, PARTS * DEPTH):
-        rows = tl.load(source + k, mask=real & (k + depth < D)[:, None, :], other=0.0)
-        acc += _product(x, rows, k + depth, token, M, D, ROWS)
+    acc = _products(x, rows, depth, M, D, ROWS)
+    for k in range(DEPTH, D, DEPTH):
+        rows = tl.load(source + k, mask=real & (k + depth < D)[None, :], other=0.0)
+        acc += _products(x, rows, k + depth, M, D, ROWS)
     if HAS_BIAS:
-        acc += tl.load(bias + neuron, mask=neuron < N, other=0.0).to(tl.float32)[:, None]
-    cell = y + token[None, :] * N + neuron[:, None]
-    tl.store(cell, acc.to(y.dtype.element_ty), mask=(neuron < N)[:, None] & (token < M)[None, :])
+        acc += tl.load(bias + neuron, mask=neuron < N, other=0.0).to(tl.float32)[None, :]
+    token = tl.arange(0, ROWS)
+    cell = y + token[:, None] * N + neuron[None, :]
+    tl.store(cell, acc.to(y.dtype.element_ty), mask=(token < M)[:, None] & (neuron < N)[None, :])
 
 
 @triton.jit
-def _product(x, rows, depth, token, M, D, ROWS: tl.constexpr):
-    """float32 [NEURONS, ROWS] of rows [PARTS, NEURONS, DEPTH] and x at `depth` [PARTS, DEPTH]."""
-    if ROWS == 1:
-        one = tl.load(x + depth, mask=depth < D, other=0.0)
-        products = rows.to(tl.float32) * one.to(tl.float32)[:, None, :]
-        total = tl.sum(tl.sum(products, 2), 0)[:, None]
-    else:
-        inside = (token < M)[None, None, :] & (depth < D)[:, :, None]
-        columns = tl.load(x + token[None, None, :] * D + depth[:, :, None], mask=inside, other=0.0)
-        total = tl.sum(tl.dot(rows, columns, input_precision="ieee"), 0)
-    return total
+def _products(x, rows, depth, M, D, ROWS: tl.constexpr):
+    """float32 [ROWS, NEURONS] of rows [NEURONS, DEPTH] and x at `depth`."""
+    token = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, rows.shape[0]], tl.float32)
+    for row in tl.static_range(ROWS):
+        one = tl.load(x + row * D + depth, mask=depth < tl.where(row < M, D, 0), other=0.0)
+        product = tl.sum(rows.to(tl.float32) * one.to(tl.float32)[None, :], 1)
+        acc = tl.where((token == row)[:, None], product[None, :], acc)
+    return acc
