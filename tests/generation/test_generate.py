@@ -17,10 +17,12 @@ transformers = pytest.importorskip("transformers")
 from transformers import GenerationConfig, LlamaConfig, OPTConfig, Qwen2Config
 
 import twell
-from twell.generation import accelerate_, generate
+from twell.generation import accelerate_, generate, kernel_layers
 from twell.generation.decoder import is_understood
 from twell.generation.step import Step
 from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM, SparseQwen2Config, SparseQwen2ForCausalLM
+
+from ..interpreter import hasten
 
 SIZES = {
     "vocab_size": 97,
@@ -480,3 +482,21 @@ def test_two_threads_at_once(static, monkeypatch):
         found = list(threads.map(lambda ids: model.generate(ids, **options), prompts))
     assert static
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["sparse llama", "sparse qwen2"])
+def test_kernels_of_our_own_generate_the_same_tokens(static, monkeypatch, kind):
+    """As on a GPU, interpreted; left padding included."""
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the kernels themselves are tested (-m gpu)")
+    hasten()
+    model = build(kind)
+    ids = torch.randint(3, 97, (2, 6))
+    options = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6]), "max_new_tokens": 5}
+    expected = model.generate(ids, do_sample=False, **options)
+    model.__dict__.pop("_twell_steps")
+    monkeypatch.setattr(kernel_layers, "DEVICES", ("cpu",))
+    assert torch.equal(model.generate(ids, do_sample=False, **options), expected)
+    (step,) = model._twell_steps.values()
+    assert isinstance(step._decoder, kernel_layers.KernelLayers)

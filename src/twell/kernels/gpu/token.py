@@ -19,9 +19,8 @@ from .triton.token_attention import join_attention, token_attention
 from .triton.token_linear import token_linear
 from .triton.token_norm import token_norm
 
-LINEAR_TOKENS = 4  # up to here `token_linear` runs; beyond, cuBLAS is faster
-_LEAST_COLUMNS = 256  # that a part of attention is worth being joined for
-_STEP_BYTES = 32_768  # of keys that attention takes at a time
+_STEP_BYTES = 16_384  # of keys that attention takes at a time, at most
+_SHORT = 2048  # features; see `linear_tiles`
 
 
 @dataclass(frozen=True)
@@ -34,11 +33,26 @@ class LinearTiles:
     warps: int
 
 
-def linear_tiles(gpu: Gpu, tokens: int, features: int, itemsize: int) -> LinearTiles:
-    rows = power_of_two(tokens)
+def linear_tiles(gpu: Gpu, tokens: int, features: int, itemsize: int) -> LinearTiles | None:
+    """None: cuBLAS is as fast. H200, bf16, weights cold, a chain of such products, microseconds:
+
+    N x D         tokens  cuBLAS  8 neurons, 4 warps  2 neurons, 1 warp
+    6144 x 2048        1     9.8                 7.7                7.9
+    2048 x 2048        1     6.2                 3.2                3.1
+    5120 x 4096        1    13.7     11.9 (4096 deep)               13.1
+    6144 x 2048     2, 4     9.6           9.7, 12.7           8.2, 9.7
+    2048 x 2048     2, 4     6.2            3.8, 4.9           3.3, 4.4
+    5120 x 4096     2, 4    13.4          16.2, 24.0         13.4, 23.4
+    6144 x 2048        8     9.7                20.9               14.9
+    """
+    if tokens > 4 or (tokens > 2 and features > _SHORT):
+        return None
+    rows, depth = power_of_two(tokens), power_of_two(features)
     if gpu.capability == (0, 0):
         return LinearTiles(16, rows, 32, 4)
-    return LinearTiles(4, rows, min(4096 // itemsize, power_of_two(features)), 2)
+    if tokens == 1:
+        return LinearTiles(8, rows, min(8192 // itemsize, depth), 4)
+    return LinearTiles(2, rows, min(2 * _SHORT // itemsize, depth), 1)
 
 
 def chained(gpu: Gpu) -> dict[str, bool]:
@@ -50,10 +64,10 @@ def linear_of_few(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     """x w^T + bias; x [B, D], w [N, D], both contiguous."""
     tokens, features = x.shape
     outputs = w.shape[0]
-    if tokens > LINEAR_TOKENS:
-        return linear(x, w, bias)
     gpu = gpu_of(x.device)
     tiles = linear_tiles(gpu, tokens, features, x.dtype.itemsize)
+    if tiles is None:
+        return linear(x, w, bias)
     y = x.new_empty(tokens, outputs)
     options = chained(gpu)
     constants = {
@@ -110,10 +124,10 @@ def attend(
     group = heads // key_heads
     gpu = gpu_of(keys.device)
     splits = attention_splits(gpu, batch * key_heads, columns)
+    step = attention_step(gpu, cdiv(columns, splits), size, keys.dtype.itemsize)
     out = projected.new_empty(batch, heads * size)
     sums = out if splits == 1 else out.new_empty(batch * heads, splits, size + 2, dtype=torch.float32)
     options = chained(gpu)
-    step, warps = attention_step(gpu, batch * key_heads, size, keys.dtype.itemsize)
     constants = {
         "KEY_HEADS": key_heads,
         "GROUP": group,
@@ -127,7 +141,7 @@ def attend(
     kind = kind_number(("attention", keys.dtype, cosines.dtype, mask.dtype, columns, *constants.values()))
     arguments = (projected, cosines, sines, mask, column, keys, values, out, sums, scale, columns)
     grid = (batch * key_heads, splits)
-    options |= {"num_warps": warps, "num_stages": 2}
+    options |= {"num_warps": 4, "num_stages": 2}
     launch(kind, token_attention, grid, arguments, constants, **options)
     if splits > 1:
         names = ("SIZE", "WIDTH", "SPLITS", "CHAINED")
@@ -138,17 +152,23 @@ def attend(
     return out
 
 
-def attention_step(gpu: Gpu, programs: int, size: int, itemsize: int) -> tuple[int, int]:
-    """Columns that a program takes at a time, and its warps."""
-    if gpu.capability == (0, 0):
-        return 16, 4
-    alone = programs <= gpu.processors and gpu.shared_memory > 6 * _STEP_BYTES
-    taken, warps = (_STEP_BYTES, 8) if alone else (_STEP_BYTES // 4, 4)
-    return max(16, taken // itemsize // power_of_two(size)), warps
-
-
 def attention_splits(gpu: Gpu, programs: int, columns: int) -> int:
-    """Parts of the columns, so that all processors have work and parts are long enough to be worth it."""
+    """Parts of the columns, so that all processors have work and parts are long enough to be worth joining.
+
+    H200, bf16, microseconds with the best steps: 32 heads, 200 columns: 1 part 3.6, 4 parts 3.4; 900: 4 parts
+    5.8, 8 parts 4.9; 5,000: 8 parts 15.6, 16 parts 14.9. 256 heads, 200 columns: 1 part 7.1, 2 parts 6.7.
+    (PyTorch's attention and the copies into the cache: 12.6, 14.3, 29.2; 14.0.)
+    """
     if gpu.capability == (0, 0):
         return 2 if columns > 64 else 1
-    return max(1, min(2 * gpu.processors // programs, cdiv(columns, _LEAST_COLUMNS)))
+    worth = max(min(4, cdiv(columns, 64)), cdiv(columns, 128))
+    return max(1, min(4 * gpu.processors // programs, worth))
+
+
+def attention_step(gpu: Gpu, columns: int, size: int, itemsize: int) -> int:
+    """Columns that a program takes at a time, of `columns` that it has. H200, bf16, heads of 64: parts of 113
+    columns 4.9 us in one step of 128, 5.7 in two of 64; parts of 312 and 1,024 heads are fastest with 64."""
+    if gpu.capability == (0, 0):
+        return 16
+    fitting = _STEP_BYTES // itemsize // power_of_two(size)
+    return max(16, min(fitting, 128 if 64 < columns <= 128 else 64))

@@ -69,24 +69,25 @@ def token_attention(
     feature = tl.arange(0, WIDTH)
     inside = feature < SIZE
     last = tl.load(column).to(tl.int32)
-    turn = sequence * SIZE + feature
-    cosine = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
-    sine = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
-    # What a feature is turned with: the other half, with its sign.
-    other = tl.where(feature < SIZE // 2, feature + SIZE // 2, feature - SIZE // 2)
-    sine = tl.where(feature < SIZE // 2, -sine, sine)
     cache = (sequence * KEY_HEADS + key_head).to(tl.int64) * columns * SIZE
     share = tl.cdiv(last + 1, SPLITS)
     start = split * share
     stop = tl.minimum(start + share, last)
     step = tl.arange(0, STEP)
     cell = cache + step[:, None] * SIZE + feature[None, :]
-    # The first columns were written before this token: they are on their way while it is projected.
+    # Earlier tokens wrote the first columns: these are on their way while this token is projected. `column`
+    # was written before kernels that nothing overlaps, at the beginning of the step.
     known = (start + step < stop)[:, None] & inside[None, :]
     cached_keys = tl.load(keys + start * SIZE + cell, mask=known, other=0.0)
     cached_values = tl.load(values + start * SIZE + cell, mask=known, other=0.0)
     if CHAINED:
         gdc_wait()
+    turn = sequence * SIZE + feature
+    cosine = tl.load(cosines + turn, mask=inside, other=0.0).to(tl.float32)
+    sine = tl.load(sines + turn, mask=inside, other=0.0).to(tl.float32)
+    # What a feature is turned with: the other half, with its sign.
+    other = tl.where(feature < SIZE // 2, feature + SIZE // 2, feature - SIZE // 2)
+    sine = tl.where(feature < SIZE // 2, -sine, sine)
     token = projected + sequence.to(tl.int64) * ((GROUP + 2) * KEY_HEADS * SIZE)
     first = token + (key_head * GROUP + head)[:, None] * SIZE
     wanted = (head < GROUP)[:, None] & inside[None, :]

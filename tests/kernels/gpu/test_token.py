@@ -1,4 +1,4 @@
-"""What a generated token passes around its blocks, against plain PyTorch; Triton interprets."""
+"""What a generated token passes around its blocks, against plain PyTorch: interpreted, and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,21 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention
 from twell.kernels.gpu.token import add_and_norm, attend, attention_splits, linear_of_few
 from twell.kernels.gpu.token import gpu_of as device_of
 
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("kernels are interpreted where there is no GPU, and only there")
+    torch.manual_seed(0)
+    with torch.device("cuda" if request.param == "cuda" else "cpu") as found:
+        yield found
+
+
+def skip_if_interpreted(device, dtype, elements=0):
+    if device.type == "cpu" and (elements > 100_000 or dtype == torch.bfloat16):
+        pytest.skip("the interpreter is slow, and cuts bfloat16 off where a GPU rounds")
 
 
 def close(got, wanted, dtype):
@@ -18,27 +32,38 @@ def close(got, wanted, dtype):
     )
 
 
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "features"), [(1, 24, 40), (1, 16, 32), (3, 40, 72), (16, 8, 64), (17, 8, 16)]
+    ("tokens", "outputs", "features"),
+    [
+        (1, 24, 40),
+        (1, 16, 32),
+        (3, 40, 72),
+        (5, 8, 16),
+        (1, 6144, 2048),
+        (1, 264, 8192),
+        (2, 520, 2056),
+        (4, 520, 2040),
+        (17, 64, 2056),
+    ],
 )
 @pytest.mark.parametrize("biased", [False, True])
-def test_linear(tokens, outputs, features, biased, dtype):
-    x, w = torch.randn(tokens, features, dtype=dtype), torch.randn(outputs, features, dtype=dtype) / 8
+def test_linear(device, tokens, outputs, features, biased, dtype):
+    skip_if_interpreted(device, dtype, outputs * features)
+    x, w = (
+        torch.randn(tokens, features, dtype=dtype),
+        torch.randn(outputs, features, dtype=dtype) / features**0.5,
+    )
     bias = torch.randn(outputs, dtype=dtype) if biased else None
     wanted = linear(x.double(), w.double(), None if bias is None else bias.double())
     close(linear_of_few(x, w, bias), wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("features", [32, 40])
+@pytest.mark.parametrize("features", [32, 40, 2056])
 @pytest.mark.parametrize("changed", [False, True])
-def test_norm(features, changed, dtype):
+def test_norm(device, features, changed, dtype):
+    skip_if_interpreted(device, dtype)
     x, weight = torch.randn(3, features, dtype=dtype), torch.randn(features, dtype=dtype)
     change = torch.randn(3, features, dtype=dtype) if changed else None
     total, normed = add_and_norm(x, change, weight, 1e-3)
@@ -60,9 +85,16 @@ def turned(x, cosines, sines):
         (1, 2, 1, 16, 96, 0),
         (2, 2, 2, 8, 16, 15),
         (1, 2, 1, 16, 96, 1),
+        (1, 32, 32, 64, 256, 255),
+        (8, 32, 8, 128, 1024, 700),
+        (1, 32, 4, 128, 8192, 5000),
+        (40, 14, 2, 64, 512, 300),
+        (2, 6, 2, 96, 4096, 5),
+        (1, 8, 8, 256, 1024, 1000),
     ],
 )
-def test_attention(batch, heads, key_heads, size, columns, last, dtype):
+def test_attention(device, batch, heads, key_heads, size, columns, last, dtype):
+    skip_if_interpreted(device, dtype, batch * key_heads * size * columns)
     projected = torch.randn(batch, (heads + 2 * key_heads) * size, dtype=dtype)
     angles = torch.rand(batch, size // 2) * 6
     cosines, sines = (torch.cat((f(angles), f(angles)), -1).to(dtype) for f in (torch.cos, torch.sin))
@@ -91,5 +123,5 @@ def test_attention(batch, heads, key_heads, size, columns, last, dtype):
         assert got[:, :, last + 1 :].isnan().all()
 
 
-def test_long_texts_are_split():
-    assert attention_splits(device_of(torch.device("cpu")), 1, 96) == 2
+def test_long_texts_are_split(device):
+    assert attention_splits(device_of(device), 1, 96) > 1
