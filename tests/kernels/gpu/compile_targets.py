@@ -221,9 +221,9 @@ def generation() -> None:
 
 CALLS = {
     "80": (portable, training, generation),
-    "90": (portable, generation),
+    "90": (portable,),
     "100": (portable, training, generation),
-    "hopper": (hopper,),
+    "hopper": (hopper, generation),
 }
 
 

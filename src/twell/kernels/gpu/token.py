@@ -20,39 +20,53 @@ from .triton.token_linear import token_linear
 from .triton.token_norm import token_norm
 
 _STEP_BYTES = 16_384  # of keys that attention takes at a time, at most
+_HOPPER_NEURONS = 32
 _SHORT = 2048  # features; see `linear_tiles`
 
 
 @dataclass(frozen=True)
 class LinearTiles:
-    """neurons, rows and depth of `token_linear`; warps."""
+    """neurons and rows of a program, and its warps; depth: features at a time, of `token_linear`. Of Hopper's
+    kernel, which splits the depth over its warps, 0."""
 
     neurons: int
     rows: int
-    depth: int
     warps: int
+    depth: int = 0
 
 
-def linear_tiles(gpu: Gpu, tokens: int, features: int, itemsize: int) -> LinearTiles | None:
-    """None: cuBLAS is as fast. H200, bf16, weights cold, a chain of such products, microseconds:
+def linear_tiles(
+    gpu: Gpu, tokens: int, outputs: int, features: int, dtype: torch.dtype
+) -> LinearTiles | None:
+    """None: cuBLAS is as fast. H200, bf16, weights cold, a chain of such products, microseconds; the last two
+    columns are Hopper's kernel:
 
-    N x D         tokens  cuBLAS  8 neurons, 4 warps  2 neurons, 1 warp
-    6144 x 2048        1     9.8                 7.7                7.9
-    2048 x 2048        1     6.2                 3.2                3.1
-    5120 x 4096        1    13.7     11.9 (4096 deep)               13.1
-    6144 x 2048     2, 4     9.6           9.7, 12.7           8.2, 9.7
-    2048 x 2048     2, 4     6.2            3.8, 4.9           3.3, 4.4
-    5120 x 4096     2, 4    13.4          16.2, 24.0         13.4, 23.4
-    6144 x 2048        8     9.7                20.9               14.9
+                             8 neurons  2 neurons   32 neurons
+    N x D         tokens  cuBLAS  4 warps     1 warp  4 warps  8 warps
+    6144 x 2048        1     9.8      7.7        7.9      7.4      8.0
+                    2, 4     9.6  9.7, 12.7  8.2, 9.7  7.6, 8.0  8.1, 8.3
+                   8, 16     9.7     20.9       14.9  8.2, 8.5  8.8, 9.3
+                      32    10.1                        10.9     12.5
+    2048 x 2048        1     6.2      3.2        3.1               3.0
+                    2, 4     6.2  3.8, 4.9  3.3, 4.4          3.3, 3.4
+                   8, 16     6.3      7.9        5.9          3.5, 3.6
+                      32     6.4                                  5.1
+    5120 x 4096        1    13.7  11.9 (4096 deep), 13.1         17.2
+                    2, 4    13.4  16.2, 24.0  13.4, 23.4    14.6, 15.0
     """
-    if tokens > 4 or (tokens > 2 and features > _SHORT):
-        return None
     rows, depth = power_of_two(tokens), power_of_two(features)
     if gpu.capability == (0, 0):
-        return LinearTiles(16, rows, 32, 4)
+        return LinearTiles(16, rows, 4, 32) if tokens <= 4 else None
     if tokens == 1:
-        return LinearTiles(8, rows, min(8192 // itemsize, depth), 4)
-    return LinearTiles(2, rows, min(2 * _SHORT // itemsize, depth), 1)
+        return LinearTiles(8, rows, 4, min(8192 // dtype.itemsize, depth))
+    if features > _SHORT:
+        return None
+    if gpu.hopper and dtype.itemsize == 2:
+        one_wave = cdiv(outputs, _HOPPER_NEURONS) <= gpu.processors
+        if tokens <= (32 if one_wave else 16):
+            return LinearTiles(_HOPPER_NEURONS, max(16, rows), 8 if one_wave else 4)
+        return None
+    return LinearTiles(2, rows, 1, min(2 * _SHORT // dtype.itemsize, depth)) if tokens <= 4 else None
 
 
 def chained(gpu: Gpu) -> dict[str, bool]:
@@ -65,22 +79,21 @@ def linear_of_few(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
     tokens, features = x.shape
     outputs = w.shape[0]
     gpu = gpu_of(x.device)
-    tiles = linear_tiles(gpu, tokens, features, x.dtype.itemsize)
+    tiles = linear_tiles(gpu, tokens, outputs, features, x.dtype)
     if tiles is None:
         return linear(x, w, bias)
     y = x.new_empty(tokens, outputs)
     options = chained(gpu)
-    constants = {
-        "HAS_BIAS": bias is not None,
-        "NEURONS": tiles.neurons,
-        "ROWS": tiles.rows,
-        "DEPTH": tiles.depth,
-        "CHAINED": bool(options),
-    }
+    kernel = token_linear
+    constants = {"HAS_BIAS": bias is not None, "NEURONS": tiles.neurons, "ROWS": tiles.rows}
+    if tiles.depth:
+        constants |= {"DEPTH": tiles.depth, "CHAINED": bool(options)}
+    else:
+        from .hopper.token_linear import token_linear_hopper as kernel  # other devices need no Gluon
     kind = kind_number(("linear", x.dtype, outputs, features, tiles, bias is not None))
     arguments = (x, w, w if bias is None else bias, y, Tokens(tokens), outputs, features)
     grid = (cdiv(outputs, tiles.neurons),)
-    launch(kind, token_linear, grid, arguments, constants, num_warps=tiles.warps, **options)
+    launch(kind, kernel, grid, arguments, constants, num_warps=tiles.warps, **options)
     return y
 
 

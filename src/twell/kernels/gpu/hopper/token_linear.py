@@ -27,15 +27,12 @@ def token_linear_hopper(
     HAS_BIAS: gl.constexpr,
     NEURONS: gl.constexpr,
     ROWS: gl.constexpr,
-    PIECES: gl.constexpr,
 ):
-    """y [M, N] = x [M, D] w^T + bias; w [N, D]; M at most ROWS.
-
-    PIECES: of 64 features for each warp, whose weights are in registers at a time.
-    """
+    """y [M, N] = x [M, D] w^T + bias; w [N, D]; M at most ROWS."""
     gdc_launch_dependents()
     WARPS: gl.constexpr = gl.num_warps()
     DEPTH: gl.constexpr = 64
+    PIECES: gl.constexpr = 4  # of so many features for each warp, whose weights are in registers at a time
     STEP: gl.constexpr = WARPS * DEPTH
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     SUM: gl.constexpr = gl.SliceLayout(0, summed_layout(WARPS, NEURONS))
