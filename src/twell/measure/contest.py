@@ -16,6 +16,7 @@ from .._log import recorded_paths
 from .energy import Power, PowerSource, Reading, energy_of, mean_power, sampled
 from .environment import gpu_state
 from .memory import peak_bytes
+from .processes import NOTE
 from .results import Measured
 from .timing import Timing, compare
 
@@ -108,7 +109,7 @@ def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None
         setting.release()
         if fits is not None:
             contender.failure += f": {fits()}"
-        setting.say(f"{contender.name}: {contender.failure}")
+        setting.say(f"{NOTE}{contender.name}: {contender.failure}")
         return False
     looked_at = [one for one in ran if contender.sparse_tokens in (None, one.tokens)]
     if contender.sparse and looked_at:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter, sleep
@@ -155,7 +156,7 @@ def _from_counter(readings: Sequence[Reading]) -> float | None:
     """Watts between the first and the last time that the counter moved."""
     moves = [
         after
-        for before, after in zip(readings, readings[1:], strict=False)
+        for before, after in pairwise(readings)
         if before.joules is not None and after.joules is not None and after.joules > before.joules
     ]
     if len(moves) < 2:
@@ -170,7 +171,7 @@ def _from_samples(readings: Sequence[Reading]) -> float | None:
         return None
     joules = sum(
         (after.seconds - before.seconds) * (before.watts + after.watts) / 2
-        for before, after in zip(known, known[1:], strict=False)
+        for before, after in pairwise(known)
     )
     return joules / (known[-1].seconds - known[0].seconds)
 

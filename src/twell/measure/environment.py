@@ -123,7 +123,7 @@ def _nvidia_driver() -> str | None:
 
 
 def gpu_state(device: torch.device) -> dict[str, int | float | None]:
-    """Clocks, power, its limit and temperature of a GPU now; empty where its management library is missing."""
+    """Clocks, power, its limit and temperature of a GPU now; empty without its management library."""
     try:
         state = Nvml().device(device.index or 0).state()
     except OSError:

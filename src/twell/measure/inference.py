@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from .._errors import reject
 from .baselines import compile_layers, dense_ways, many_compilations
 from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
+from .processes import NOTE
 from .results import Measured
 from .timing import compare
 
@@ -175,7 +175,7 @@ def _best_dense(
         try:
             model = build()
         except torch.OutOfMemoryError:
-            setting.say(f"best dense: {way} does not fit")
+            setting.say(f"{NOTE}best dense: {way} does not fit")
             setting.release()
             continue
         contender = Contender(
@@ -193,7 +193,7 @@ def _best_dense(
     timings = compare(calls, device=setting.device, warmup=0, repetitions=4, calls_per_sample=1)
     best = min(timings, key=lambda way: timings[way].median)
     times = ", ".join(f"{way} {timing.median * 1e3:.1f} ms" for way, timing in timings.items())
-    setting.say(f"best dense is {best} ({times})")
+    setting.say(f"{NOTE}best dense is {best} ({times})")
     contender, model = candidates[best]
     for place, timing in enumerate(timings.values()):
         contender.details[f"way_{place}_seconds"] = timing.median
@@ -268,16 +268,14 @@ def bench_generation(
     workload = Workload(
         name="generation",
         title=f"generation, {sequences} sequences",
-        shape=described(
-            pair, name, batch=sequences, prompt=prompt, new_tokens=new_tokens, text=batch.origin
-        ),
+        shape=described(pair, name, batch=sequences, prompt=prompt, new_tokens=new_tokens, text=batch.origin),
         tokens=sequences,
         sparsity=sparsity_of(pair, ids),
     )
     models = {
         "dense-eager": pair.dense,
         "dense-captured": accelerate_(shared_twin(pair.dense)),
-        "ours-captured": pair.sparse,
+        "ours-captured": accelerate_(pair.sparse),
     }
     models = {one: models[one] for one in contenders}
 
@@ -347,8 +345,3 @@ def _time_tokens(
     # counted by a profiler, which takes minutes for so many small operations.
     memory = setting.memory and setting.device.type == "cuda"
     run_contest(running, workload, replace(setting, rounds=1, emit=emit, memory=memory))
-
-
-def checked_contenders(given: list[str], known: dict[str, Any]) -> list[str]:
-    """The contenders to run, in the order of `known`; all of it if none is given."""
-    return [one for one in known if not given or one in given]

@@ -15,6 +15,7 @@ from .records import Record, make_record
 from .timing import Timing
 
 BASELINE = "dense-eager"
+_DENSE = ("dense", "best-dense")
 _RESAMPLED = 2000
 
 
@@ -95,10 +96,19 @@ def paired_gain(baseline: Sequence[Sequence[float]], seconds: Sequence[Sequence[
 
 @dataclass(frozen=True)
 class Merged:
-    """A contender over all processes. gain: over the baseline of its group; None for one without."""
+    """A contender over all processes.
+
+    baseline:  the contender that it is compared with first: dense eager, or the first that ran.
+    gains:     by dense contender, how many times faster this one is.
+    """
 
     processes: tuple[Measured, ...]
-    gain: Interval | None
+    baseline: str | None
+    gains: dict[str, Interval]
+
+    @property
+    def gain(self) -> Interval | None:
+        return self.gains.get(self.baseline)
 
     @property
     def first(self) -> Measured:
@@ -146,20 +156,28 @@ def merge(measured: Iterable[Measured]) -> list[Merged]:
     baselines = _baselines(by_key)
     merged = []
     for processes in by_key.values():
-        theirs = baselines.get(processes[0].group)
-        gain = None
-        if theirs is not None and theirs is not processes and any(m.seconds for m in processes):
-            gain = paired_gain([m.seconds for m in theirs], [m.seconds for m in processes])
-        merged.append(Merged(tuple(processes), gain))
+        group, name = processes[0].group, processes[0].contender
+        theirs = baselines.get(group)
+        gains = {}
+        for others in by_key.values():
+            other = others[0].contender
+            rival = other.startswith(_DENSE) or others is theirs
+            if others[0].group == group and other != name and rival and _ran(others) and _ran(processes):
+                gains[other] = paired_gain([m.seconds for m in others], [m.seconds for m in processes])
+        merged.append(Merged(tuple(processes), theirs[0].contender if theirs else None, gains))
     return merged
+
+
+def _ran(processes: list[Measured]) -> bool:
+    return any(measured.seconds for measured in processes)
 
 
 def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measured]]:
     """By group: dense eager, or the first that ran."""
     found: dict[tuple, list[Measured]] = {}
     for processes in by_key.values():
-        group, ran = processes[0].group, any(m.seconds for m in processes)
-        if ran and (group not in found or processes[0].contender == BASELINE):
+        group = processes[0].group
+        if _ran(processes) and (group not in found or processes[0].contender == BASELINE):
             found[group] = processes
     return found
 
@@ -173,19 +191,18 @@ def records_of(
     commit:  written to them where git is not available.
     """
     merged = merge(measured)
-    baselines = _baselines({tuple(m.first.key): list(m.processes) for m in merged})
     records = []
     for one in merged:
         if not one.seconds:
             continue
-        theirs = baselines[one.first.group]
-        compared = theirs[0].contender != one.first.contender
+        group = [other for other in merged if other.first.group == one.first.group]
+        theirs = next((o for o in group if o.first.contender == one.baseline and o is not one), None)
         record = make_record(
             f"{what}/{one.first.workload}/{one.first.contender}",
             Timing(tuple(one.seconds)),
             unit="s",
-            baseline=theirs[0].contender if compared else None,
-            baseline_timing=Timing(tuple(s for m in theirs for s in m.seconds)) if compared else None,
+            baseline=None if theirs is None else theirs.first.contender,
+            baseline_timing=None if theirs is None else Timing(tuple(theirs.seconds)),
             shape={**one.first.shape, "meaning": one.first.meaning},
             sparsity=one.first.sparsity,
             error=one.error,
@@ -207,8 +224,12 @@ def _details(one: Merged) -> dict[str, float]:
         "rounds": len(one.first.seconds),
         **{name: one.detail(name) for name in names},
     }
-    if one.gain is not None:
-        details |= {"gain": one.gain.middle, "gain_low": one.gain.low, "gain_high": one.gain.high}
+    for other, gain in one.gains.items():
+        details |= {
+            f"over/{other}": gain.middle,
+            f"over/{other}/low": gain.low,
+            f"over/{other}/high": gain.high,
+        }
     if one.joules is not None:
         details |= {
             "millijoules_per_token": one.millijoules_per_token,

@@ -135,7 +135,9 @@ class Trained:
         model = shared_twin(self.pair.sparse if ours else self.pair.dense)
         if contender == "dense-liger":
             if not has_liger():
-                reject("contenders", "dense-liger", "an environment with liger-kernel: pip install liger-kernel")
+                reject(
+                    "contenders", "dense-liger", "an environment with liger-kernel: pip install liger-kernel"
+                )
             model = with_liger(self.pair.dense)
         if checkpointing:
             model.gradient_checkpointing_enable(_REENTRANT)
@@ -155,9 +157,7 @@ class Trained:
         return compile_layers(model, fullgraph=False)
 
 
-def bench_training(
-    trained: Trained, checkpointing: bool, contenders: list[str], setting: Setting
-) -> None:
+def bench_training(trained: Trained, checkpointing: bool, contenders: list[str], setting: Setting) -> None:
     """Compare whole steps with or without activation checkpointing."""
     case = trained.case
     ids = case.ids()
@@ -250,18 +250,18 @@ def largest_micro_batch(
     """
     if memory is None and case.device.type != "cuda":
         reject("search", "no limit of memory", "--memory GIB on a CPU, whose system would swap first")
-    pair = build_pair(case.size, dtype=case.dtype, device=case.device, seed=case.seed)
-    trained = Trained(pair, case)
-    unused = pair.dense if contender.startswith("ours") else pair.sparse
+    trained = case.build()
+    ours = contender.startswith("ours")
+    kept, unused = (trained.pair.sparse, trained.pair.dense)[:: 1 if ours else -1]
     for parameter in unused.parameters():
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=case.device)
     setting.release()
 
     def fits(batch: int) -> bool:
         setting.say(f"largest micro-batch of {contender}: trying {batch}")
-        step = trained.step(contender, case.ids(batch), checkpointing)
         try:
-            for _ in range(3 if contender.startswith("ours") else 1):  # until layers train sparse
+            step = trained.step(contender, case.ids(batch), checkpointing)
+            for _ in range(3 if ours else 1):  # until layers train sparse
                 step()
             setting.wait()
             if memory is None:
@@ -270,15 +270,11 @@ def largest_micro_batch(
         except torch.OutOfMemoryError:
             return False
         finally:
-            del step
-            for parameter in pair.sparse.parameters() if contender.startswith("ours") else pair.dense.parameters():
+            for parameter in kept.parameters():
                 parameter.grad = None
             setting.release()
 
-    found = largest_that_fits(fits, case.batch, 1024)
-    del trained, pair
-    setting.release()
-    return found
+    return largest_that_fits(fits, case.batch, 1024)
 
 
 def batch_result(
