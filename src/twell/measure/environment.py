@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import subprocess
@@ -14,6 +13,7 @@ import torch
 from .._errors import reject
 from .._processor import cpu_name
 from .._version import __version__
+from .nvml import Nvml
 
 _GIT_TIMEOUT_SECONDS = 20
 
@@ -34,7 +34,8 @@ def checked_device(device: torch.device | str) -> torch.device:
 
 
 def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float | None]:
-    """The machine, and the GPU of a CUDA device, as JSON-ready entries. Unknown entries are None."""
+    """The machine, and the GPU of a CUDA device with its clocks, power and temperature at this moment, as
+    JSON-ready entries. Unknown entries are None."""
     where = checked_device(device)
     machine: dict[str, str | int | float | None] = {
         "device": where.type,
@@ -52,6 +53,7 @@ def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float 
             "l2_mib": round(gpu.L2_cache_size / 2**20, 1),
             "capability": f"{gpu.major}.{gpu.minor}",
             "driver": _nvidia_driver(),
+            **gpu_state(where),
         }
     return machine
 
@@ -115,15 +117,24 @@ def _memory_gib() -> float | None:
 def _nvidia_driver() -> str | None:
     """The driver's version, from its management library."""
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2() != 0:
-            return None
-        version = ctypes.create_string_buffer(96)
-        failed = library.nvmlSystemGetDriverVersion(version, ctypes.c_uint(len(version)))
-        library.nvmlShutdown()
-    except (OSError, AttributeError):
+        return Nvml().driver()
+    except OSError:
         return None
-    return None if failed else version.value.decode()
+
+
+def gpu_state(device: torch.device) -> dict[str, int | float | None]:
+    """Clocks, power, its limit and temperature of a GPU now; empty without its management library."""
+    try:
+        state = Nvml().device(device.index or 0).state()
+    except OSError:
+        return {}
+    return {
+        "sm_clock_mhz": state.sm_clock_mhz,
+        "memory_clock_mhz": state.memory_clock_mhz,
+        "power_w": state.watts,
+        "power_limit_w": state.power_limit_watts,
+        "temperature_c": state.temperature_c,
+    }
 
 
 def _installed_version(distribution: str) -> str | None:

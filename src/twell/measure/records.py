@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -36,6 +36,7 @@ _ENTRIES = {
     "versions": (str, _NONE),
     "shape": (int, str, bool),
     "sparsity": (int, float),
+    "details": (int, float),
     "summary": (int, float, _NONE),
     "last": (int, float),
     "curve": (list,),
@@ -75,16 +76,16 @@ class _Sourced:
 
     @classmethod
     def from_json(cls, line: str) -> Self:
-        """The inverse of `to_json`. Every field must be there and no other."""
+        """The inverse of `to_json`. Every field without a default must be there, and no other."""
         try:
             entries = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"record: got invalid JSON ({error}); accepted: one JSON object") from None
         if not isinstance(entries, dict):
             reject("record", f"a JSON {type(entries).__name__}", "one JSON object")
-        fields = [field.name for field in dataclasses.fields(cls)]
+        fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = [name for name in entries if name not in fields]
-        missing = [name for name in fields if name not in entries]
+        missing = [name for name in fields if name not in entries and not _has_default(fields[name])]
         if unknown:
             reject("record", f"unknown fields {unknown}", ", ".join(fields))
         if missing:
@@ -105,6 +106,7 @@ class Record(_Sourced):
     shape:           sizes and settings: M, D, H, dtype, gated...
     sparsity:        nnz, density...
     error:           relative error against the oracle, same run.
+    details:         what else the run measured beside the value: memory, energy, intervals...
     """
 
     what: str
@@ -121,6 +123,7 @@ class Record(_Sourced):
     commit: str
     seed: int | None
     date: str
+    details: dict[str, float | int] = field(default_factory=dict)  # records of before have none
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,6 +218,7 @@ def make_record(
     shape: Mapping[str, int | str | bool] | None = None,
     sparsity: Mapping[str, float | int] | None = None,
     error: float | None = None,
+    details: Mapping[str, float | int] | None = None,
     device: torch.device | str = "cpu",
     seed: int | None = None,
     repository: str | os.PathLike[str] | None = None,
@@ -236,6 +240,7 @@ def make_record(
         shape=dict(shape or {}),
         sparsity=dict(sparsity or {}),
         error=error,
+        details=dict(details or {}),
         seed=seed,
         **source(device, repository),
     )
@@ -282,6 +287,10 @@ def read_records(path: str | os.PathLike[str], kind: type[Stored] = Record) -> l
 
 def _central(measured: Timing | float | None) -> float | None:
     return measured.median if isinstance(measured, Timing) else measured
+
+
+def _has_default(entry: dataclasses.Field) -> bool:
+    return entry.default_factory is not dataclasses.MISSING
 
 
 def _is_number(value: Any) -> bool:

@@ -1,0 +1,297 @@
+"""`twell bench`: the paper's tables on this machine; `app` declares the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from .._errors import reject, require_choice
+from ..measure import Record, read_records, write_records
+from ..measure.models import PRESETS
+from ..measure.processes import NOTE, Job, run_apart
+from ..measure.results import Measured, merge, records_of
+from ..plots import figure_class, speedup_bars
+from . import bench_view
+from .bench_jobs import (
+    DTYPES,
+    Common,
+    InferenceOptions,
+    TrainingOptions,
+    inference_job,
+    layers_job,
+    of_process,
+    training_job,
+)
+
+WORKLOADS = ("forward", "generation")
+CHECKPOINTING = {"off": (False,), "on": (True,), "both": (False, True)}
+
+
+def run_inference(
+    *,
+    model: str | None,
+    preset: str | None,
+    text: Sequence[str],
+    shape: Sequence[str],
+    workload: Sequence[str],
+    contenders: Sequence[str],
+    layers: int | None,
+    nnz: float | None,
+    prompts: Sequence[int],
+    prompt_length: int | None,
+    new_tokens: int | None,
+    dtype: str,
+    **shared: Any,
+) -> None:
+    from ..measure.inference import CONTENDERS
+
+    device = _device(shared.pop("device"))
+    gpu = device.startswith("cuda")
+    if model is not None and preset is not None:
+        reject("model, --preset", f"{model!r} and {preset!r}", "one of them")
+    if model is not None and not text:
+        reject("text", "none", "--text FILE, a folder, 'python' or hf:NAME: what MODEL is to read")
+    if model is None and text:
+        reject("text", text[0], "MODEL with it: presets have no tokenizer")
+    if model is not None and (layers is not None or nnz is not None):
+        reject("layers, nnz", (layers, nnz), "a preset; MODEL has its own")
+    chosen = None if model is not None else _preset(preset, gpu)
+    if dtype not in ("auto", *DTYPES):
+        reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
+    if model is None and dtype == "auto":
+        dtype = "bfloat16" if gpu else "float32"
+    for one in workload:
+        require_choice("workload", one, WORKLOADS)
+    options = InferenceOptions(
+        preset=chosen,
+        layers=layers,
+        nnz=nnz,
+        contenders=_contenders(contenders, CONTENDERS, CONTENDERS if gpu else _eager(CONTENDERS)),
+        device=device,
+        model=model,
+        text=tuple(text),
+        dtype=dtype,
+        workloads=tuple(workload) or WORKLOADS,
+        shapes=tuple(map(_shape, shape)) or (((32, 2048),) if gpu else ((2, 256),)),
+        prompts=tuple(prompts) or (1,),
+        prompt_length=prompt_length or (128 if gpu else 16),
+        new_tokens=new_tokens or (128 if gpu else 16),
+        **_measuring(shared, gpu),
+    )
+    _run("bench_inference", inference_job, options, **shared)
+
+
+def run_training(
+    *,
+    preset: str | None,
+    layers: str,
+    nnz: float | None,
+    batch: int | None,
+    sequence_length: int | None,
+    precision: str | None,
+    checkpointing: str,
+    contenders: Sequence[str],
+    search: bool,
+    memory: float | None,
+    **shared: Any,
+) -> None:
+    from ..measure.training import CONTENDERS, DEFAULT, PRECISIONS
+
+    device = _device(shared.pop("device"))
+    gpu = device.startswith("cuda")
+    require_choice("checkpointing", checkpointing, tuple(CHECKPOINTING))
+    precision = precision or ("bfloat16" if gpu else "float32")
+    require_choice("precision", precision, PRECISIONS)
+    if layers != "auto" and not (layers.isdecimal() and int(layers)):
+        reject("layers", repr(layers), "a number above 0, or auto")
+    if search and memory is None and not gpu:
+        reject("search", "no limit of memory", "--memory GIB on a CPU, whose system would swap first")
+    options = TrainingOptions(
+        preset=_preset(preset, gpu),
+        layers=None if layers == "auto" else int(layers),
+        nnz=nnz,
+        contenders=_contenders(contenders, CONTENDERS, DEFAULT if gpu else _eager(DEFAULT)),
+        device=device,
+        batch=batch or (8 if gpu else 2),
+        sequence=sequence_length or (2048 if gpu else 128),
+        precision=precision,
+        checkpointing=CHECKPOINTING[checkpointing],
+        search=search,
+        memory=None if memory is None else int(memory * 2**30),
+        **_measuring(shared, gpu),
+    )
+    _run("bench_training", training_job, options, prepare=_with_layers, **shared)
+
+
+def _with_layers(options: TrainingOptions, run: Callable[[Job, Common], list[Measured]]) -> TrainingOptions:
+    """As many layers as fit, where no number is given."""
+    if options.layers is not None:
+        return options
+    (found,) = run(layers_job, options)
+    return dataclasses.replace(options, layers=int(found.details["layers"]))
+
+
+def _device(given: str | None) -> str:
+    if given is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    from ..measure.environment import checked_device
+
+    return str(checked_device(given))
+
+
+def _preset(given: str | None, gpu: bool) -> str:
+    name = given or ("paper-2b" if gpu else "tiny")
+    if name not in PRESETS:
+        reject("preset", repr(name), f"one of {', '.join(PRESETS)}")
+    return name
+
+
+def _shape(text: str) -> tuple[int, int]:
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        reject("shape", repr(text), "SEQUENCESxTOKENS, as 32x2048")
+    return int(parts[0]), int(parts[1])
+
+
+def _contenders(given: Sequence[str], known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
+    names = [name.strip() for part in given for name in part.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            reject("contenders", repr(name), ", ".join(known))
+    return tuple(one for one in known if one in (names or default))
+
+
+def _eager(names: Sequence[str]) -> list[str]:
+    """Without a compiler, which takes a minute on a CPU and gains little there."""
+    return [name for name in names if name.endswith(("eager", "captured"))]
+
+
+def _measuring(shared: dict[str, Any], gpu: bool) -> dict[str, Any]:
+    """Takes the options of measuring out of `shared`."""
+    seconds = shared.pop("energy_seconds")
+    return {
+        "rounds": shared.pop("rounds") or (8 if gpu else 5),
+        "energy_seconds": seconds,
+        "seed": shared.pop("seed"),
+    }
+
+
+class _Collected:
+    """Results as they come, on file as soon as they are known."""
+
+    def __init__(self, what: str, options: Common, out: Path | None, commit: str | None) -> None:
+        self._what, self._options, self._out, self._commit = what, options, out, commit
+        self._before: list[Record] = read_records(out) if out is not None and out.exists() else []
+        self._found: dict[tuple, Measured] = {}
+
+    def add(self, process: int, measured: Measured) -> None:
+        self._found[(process, *measured.key)] = measured
+        if self._out is not None:
+            write_records(self._out, [*self._before, *self.records()])
+
+    @property
+    def measured(self) -> list[Measured]:
+        return list(self._found.values())
+
+    def records(self) -> list[Record]:
+        return records_of(
+            self._what, self.measured, self._options.device, self._options.seed, commit=self._commit
+        )
+
+
+def _run(
+    what: str,
+    job: Job,
+    options: Any,
+    *,
+    processes: int | None,
+    out: Path | None,
+    plot: Path | None,
+    commit: str | None,
+    prepare: Callable[[Any, Callable[[Job, Any], list[Measured]]], Any] | None = None,
+) -> None:
+    gpu = options.device.startswith("cuda")
+    count = processes or (2 if gpu else 1)
+    if plot is not None:
+        figure_class()  # raises before the work starts
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 120))
+    if not gpu:
+        console.print(bench_view.ON_A_CPU, highlight=False, soft_wrap=True)
+    collected = _Collected(what, options, out, commit)
+    failure = None
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        phase = _Phases(console, progress, task)
+
+        def start(job: Job, options: Any, emit: Callable[[Measured], None]) -> None:
+            if count == 1:
+                job(options, emit, phase)
+            else:
+                run_apart(job, options, emit, phase)
+
+        def gathered(job: Job, options: Any) -> list[Measured]:
+            found: list[Measured] = []
+            start(job, options, found.append)
+            return found
+
+        try:
+            if prepare is not None:
+                options = prepare(options, gathered)
+            for process in range(count):
+                phase.prefix = f"process {process + 1} of {count}: " if count > 1 else ""
+                start(job, of_process(options, process), lambda m, p=process: collected.add(p, m))
+        except (RuntimeError, ValueError, KeyboardInterrupt) as error:
+            if not collected.measured:
+                raise
+            failure = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        phase.end()
+    merged = merge(collected.measured)
+    bench_view.show(console, merged, collected.records())
+    if out is not None:
+        console.print(f"records: {out}", highlight=False)
+    if plot is not None and any(one.gain for one in merged):
+        _draw(plot, merged)
+        console.print(f"plot: {plot}", highlight=False)
+    if failure is not None:
+        sys.exit(f"twell: {failure}; what was measured before is above")
+
+
+def _draw(plot: Path, merged: list) -> None:
+    gains = {bench_view.label(one): one.gain.middle for one in merged if one.gain is not None}
+    shape = merged[0].first.shape
+    subtitle = f"{shape['model']}, {shape['layers']} layers, {shape.get('dtype', '')}; same run, same weights"
+    speedup_bars(gains, plot, title="Over dense, eager PyTorch", subtitle=subtitle)
+
+
+class _Phases:
+    """Shows what is running and since when; prints what takes seconds as a line that stays."""
+
+    def __init__(self, console: Console, progress: Progress, task: Any) -> None:
+        self._console, self._progress, self._task = console, progress, task
+        self._began, self._text, self.prefix = perf_counter(), "", ""
+
+    def __call__(self, text: str) -> None:
+        self.end()
+        if text.startswith(NOTE):
+            self._console.print(text.removeprefix(NOTE), highlight=False, soft_wrap=True)
+            return
+        self._text = f"{self.prefix}{text}"
+        self._progress.update(self._task, description=self._text)
+
+    def end(self) -> None:
+        took = perf_counter() - self._began
+        if self._text and took >= 1:
+            line = f"{took:6.1f} s  {self._text}"
+            self._console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+        self._began, self._text = perf_counter(), ""

@@ -1,0 +1,225 @@
+"""What `twell bench` runs, here or in a process of its own: builds models and hands them to `measure`."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .._errors import reject
+from ..measure.contest import Setting
+from ..measure.energy import PowerSource, idle_power, power_source
+from ..measure.models import ModelPair, build_pair, preset_size, require_room
+from ..measure.processes import NOTE, Emit, Say
+from ..measure.results import Measured
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """Options of both benchmarks. preset: None for a model of one's own."""
+
+    preset: str | None
+    layers: int | None
+    nnz: float | None
+    contenders: tuple[str, ...]
+    device: str
+    rounds: int
+    energy_seconds: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceOptions(Common):
+    """shapes: batch and sequence length of forward passes; prompts: sequences of generations."""
+
+    model: str | None
+    text: tuple[str, ...]
+    dtype: str
+    workloads: tuple[str, ...]
+    shapes: tuple[tuple[int, int], ...]
+    prompts: tuple[int, ...]
+    prompt_length: int
+    new_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(Common):
+    """layers: None, as many as fit. memory: bytes for the search of micro-batches; None: all."""
+
+    batch: int
+    sequence: int
+    precision: str
+    checkpointing: tuple[bool, ...]
+    search: bool
+    memory: int | None
+
+
+def _setting(options: Common, emit: Emit, say: Say) -> Setting:
+    """With idle power, measured before anything runs, in every result."""
+    device = torch.device(options.device)
+    source: PowerSource | str = power_source(device)
+    if isinstance(source, str):
+        say(f"{NOTE}{source}")
+        source = None
+    idle: dict[str, float] = {}
+    if source is not None and options.energy_seconds > 0:
+        if device.type == "cuda":
+            torch.zeros(1, device=device)  # a GPU in use idles higher than one that sleeps
+        say("idle power")
+        power = idle_power(source, min(1.0, options.energy_seconds))
+        if power is not None:
+            idle = {"idle_power_w": round(power.watts, 1)}
+
+    def emit_with_idle(measured: Measured) -> None:
+        emit(measured.plus(power={**measured.power, **idle}))
+
+    return Setting(
+        device=device,
+        rounds=options.rounds,
+        source=source,
+        energy_seconds=options.energy_seconds,
+        emit=emit_with_idle,
+        say=say,
+    )
+
+
+def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
+    from ..measure.inference import FORWARD, GENERATION, Batch, bench_forward, bench_generation
+
+    setting = _setting(options, emit, say)
+    say("building the models")
+    pair, tokens = _built(options) if options.preset is not None else _loaded(options)
+    name = options.preset or str(options.model)
+    if "forward" in options.workloads:
+        chosen = [one for one in FORWARD if one in options.contenders]
+        for batch, sequence in options.shapes if chosen else ():
+            ids, origin = tokens(batch, sequence)
+            calibrated = options.preset is not None
+            given = Batch(ids=ids, origin=origin)
+            bench_forward(pair, name, given, chosen, setting, calibrated=calibrated)
+    if "generation" in options.workloads:
+        chosen = [one for one in GENERATION if one in options.contenders]
+        for batch in options.prompts if chosen else ():
+            ids, origin = tokens(batch, options.prompt_length)
+            bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
+
+
+def _built(options: InferenceOptions):
+    size = preset_size(options.preset, layers=options.layers, nnz=options.nnz)
+    longest = max(length for _, length in options.shapes)
+    if longest > size.positions:
+        reject("shape", f"sequences of {longest} tokens", f"at most {size.positions}, the preset's positions")
+    dtype = DTYPES[options.dtype]
+    # Two models; the float32 one that logits are compared with is left out where it does not fit.
+    require_room(size, bytes_per_parameter=2 * dtype.itemsize, device=options.device, name=options.preset)
+    pair = build_pair(size, dtype=dtype, device=options.device, seed=options.seed)
+
+    def tokens(batch: int, length: int) -> tuple[Tensor, str]:
+        generator = torch.Generator("cpu").manual_seed(options.seed)
+        ids = torch.randint(size.vocabulary, (batch, length), generator=generator)
+        return ids.to(options.device), "random tokens"
+
+    return pair, tokens
+
+
+def _loaded(options: InferenceOptions):
+    from ..evaluation import check_ids, load_model, require_sparse_blocks, text_windows
+    from ..train.data import DataConfig
+    from ..train.data.sources import documents
+
+    source = DataConfig(source=options.text)
+    documents(source)  # a missing file is named before anything is loaded
+    sparse, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
+    require_sparse_blocks(sparse)
+    pair = ModelPair(_stock_twin(sparse), sparse)
+
+    def tokens(batch: int, length: int) -> tuple[Tensor, str]:
+        windows = text_windows(sparse, tokenizer, documents(source), length)
+        whole: list[list[int]] = []
+        read = 0
+        for window in windows:
+            read += len(window)
+            if len(window) == length:
+                whole.append(window)
+            if len(whole) == batch:
+                break
+        if not whole:
+            reject("text", f"{read} tokens", f"at least {length}, one sequence; or a shorter --shape")
+        origin = "text" if len(whole) == batch else f"text, {len(whole)} sequences repeated"
+        ids = torch.tensor([whole[place % len(whole)] for place in range(batch)])
+        check_ids(ids, sparse)
+        return ids.to(options.device), origin
+
+    return pair, tokens
+
+
+def _stock_twin(sparse: torch.nn.Module) -> torch.nn.Module:
+    """The same weights in transformers' own class."""
+    from ..hf import to_stock
+    from ..hf.families import FAMILIES
+    from ..sparsify import densify_
+
+    if type(sparse) in {family.sparse_class for family in FAMILIES.values()}:
+        return to_stock(sparse).eval()
+    dense = copy.deepcopy(sparse)
+    densify_(dense)
+    return dense.eval()
+
+
+def layers_job(options: TrainingOptions, emit: Emit, say: Say) -> None:
+    """Emits how many layers fit."""
+    from ..measure.training import layers_that_fit
+
+    case = _case(options)
+    setting = Setting(device=torch.device(options.device), rounds=1, say=say)
+    found = layers_that_fit(case, setting)
+    emit(
+        Measured(
+            workload="layers", contender="layers", meaning="", shape={}, tokens=1, details={"layers": found}
+        )
+    )
+
+
+def training_job(options: TrainingOptions, emit: Emit, say: Say) -> None:
+    from ..measure.training import batch_result, bench_training, largest_micro_batch
+
+    setting = _setting(options, emit, say)
+    case = _case(options)
+    require_room(case.size, bytes_per_parameter=case.bytes_per_parameter, device=case.device, name=case.name)
+    say("building the models")
+    trained = case.build()
+    for checkpointing in options.checkpointing:
+        bench_training(trained, checkpointing, list(options.contenders), setting)
+    del trained
+    setting.release()
+    if not options.search:
+        return
+    for checkpointing in options.checkpointing:
+        for one in options.contenders:
+            if one.endswith("eager"):  # compiled steps would compile again for every size
+                found = largest_micro_batch(case, one, checkpointing, setting, options.memory)
+                setting.emit(batch_result(case, one, checkpointing, found, options.memory))
+
+
+def _case(options: TrainingOptions):
+    from ..measure.training import TrainingCase
+
+    size = preset_size(options.preset, layers=options.layers, nnz=options.nnz)
+    return TrainingCase(
+        size=size,
+        name=options.preset,
+        batch=options.batch,
+        sequence=options.sequence,
+        precision=options.precision,
+        device=torch.device(options.device),
+        seed=options.seed,
+    )
+
+
+def of_process(options: Common, process: int) -> Common:
+    """Each process has weights and tokens of its own."""
+    return replace(options, seed=options.seed + process)

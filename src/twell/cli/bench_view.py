@@ -1,0 +1,173 @@
+"""The tables that `twell bench` ends with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..formats.base import format_bytes
+from ..measure import Record
+from ..measure.results import Merged
+
+
+ON_A_CPU = (
+    "No GPU is used: a small run on the CPU, without compiled contenders unless --contenders names them."
+)
+
+
+def label(one: Merged) -> str:
+    shape = one.first.shape
+    size = f"{shape['batch']} x {shape['sequence']}" if "sequence" in shape else f"{shape['batch']} sequences"
+    return f"{one.first.workload}, {size}: {one.first.contender}"
+
+
+def show(console: Console, merged: Sequence[Merged], records: Sequence[Record]) -> None:
+    groups: dict[tuple, list[Merged]] = {}
+    for one in merged:
+        groups.setdefault(one.first.group, []).append(one)
+    for group in groups.values():
+        if group[0].first.workload == "micro-batch":
+            _show_batches(console, group)
+        else:
+            _show_group(console, group)
+    for line in where(records):
+        console.print(line, highlight=False)
+
+
+def _show_group(console: Console, group: list[Merged]) -> None:
+    first = group[0].first
+    rows = [_row(one) for one in group]
+    table = Table(title=_title(group), title_justify="left", box=SIMPLE_HEAD)
+    headers = [
+        "",
+        "tokens/ms",
+        "time",
+        f"over {group[0].baseline}",
+        "mJ/token",
+        "memory",
+        "difference",
+        "same tokens",
+    ]
+    shown = [place for place in range(len(headers)) if any(row[place] for row in rows)]
+    for place in shown:
+        table.add_column(headers[place], justify="right" if place else "left", no_wrap=place == 0)
+    for row in rows:
+        table.add_row(*(row[place] for place in shown))
+    console.print(table)
+    for one in group:
+        console.print(f"  {one.first.contender}: {one.first.meaning}", highlight=False, soft_wrap=True)
+    for line in (*_notes(group), *_comparisons(group)):
+        console.print(f"  {line}", highlight=False, soft_wrap=True)
+    nnz = first.sparsity
+    if nnz:
+        calibrated = (
+            "built so on every layer's real input, with firing rates as skewed as a trained model's"
+            if first.shape.get("text", "random tokens") == "random tokens"
+            else "on this text"
+        )
+        console.print(
+            f"  active neurons per token: {nnz['nnz']:.1f} ({nnz['nnz_least']:.1f} to {nnz['nnz_most']:.1f} "
+            f"by layer), {calibrated}\n",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def _row(one: Merged) -> list[str]:
+    if one.failure is not None:
+        return [one.first.contender, "-", f"[yellow]{one.failure}[/]", *[""] * 5]
+    energy, memory = one.millijoules_per_token, one.detail("peak_bytes")
+    agreement = one.detail("same_tokens_as_dense")
+    return [
+        one.first.contender,
+        f"{one.tokens_per_ms:,.4g}",
+        f"{one.first.tokens / one.tokens_per_ms:.4g} ms",
+        "" if one.gain is None else str(one.gain),
+        "" if energy is None else f"{energy:.3g}",
+        "" if memory is None else format_bytes(int(memory)),
+        "" if one.error is None else f"{one.error:.1e}",
+        "" if agreement is None else f"{agreement:.1%}",
+    ]
+
+
+def _title(group: list[Merged]) -> str:
+    shape, first = group[0].first.shape, group[0].first
+    what = {"forward": "forward", "generation": "generation"}.get(first.workload, "training step")
+    size = f"{shape['batch']} x {shape.get('sequence', shape.get('prompt'))} tokens"
+    if first.workload == "generation":
+        size = f"{shape['batch']} sequences, {shape['new_tokens']} new tokens after {shape['prompt']}"
+    more = (
+        ""
+        if "checkpointing" not in shape
+        else (", with checkpointing" if shape["checkpointing"] else ", without checkpointing")
+    )
+    return f"{what} of {shape['model']}, {shape['layers']} layers, {size}, {shape['dtype']}{more}"
+
+
+def _notes(group: list[Merged]) -> list[str]:
+    """What a reader has to know of the columns."""
+    lines = []
+    details = group[0].first.details
+    if group[0].first.workload == "forward" and "against_float32" in details:
+        against = "the same model in float32" if details["against_float32"] else "dense eager"
+        lines.append(f"difference: of the logits, relative to {against}; same tokens: as dense eager's")
+    elif group[0].first.workload in ("step", "checkpointed"):
+        lines.append("difference: of the loss, relative to dense eager's; ours has the L1 term in it")
+    for one in group:
+        share = one.detail("sparse_share")
+        if share is not None and share < 1:
+            dense = "all" if share == 0 else f"{1 - share:.0%}"
+            lines.append(
+                f"{one.first.contender} ran {dense} of its feed-forward calls dense: too active or too small "
+                "for sparsity to pay (`twell explain` says why)"
+            )
+    return lines
+
+
+def _comparisons(group: list[Merged]) -> list[str]:
+    """Ours over each dense contender, in time and energy."""
+    by_name = {one.first.contender: one for one in group}
+    lines = []
+    for name, one in by_name.items():
+        if not name.startswith("ours") or not one.gains:
+            continue
+        parts = []
+        for other, gain in one.gains.items():
+            theirs = by_name[other].joules
+            energy = f", {one.joules / theirs:.2f}x its energy" if one.joules and theirs else ""
+            parts.append(f"{gain} {other}{energy}")
+        lines.append(f"{name}: {'; '.join(parts)}")
+    return lines
+
+
+def _show_batches(console: Console, group: list[Merged]) -> None:
+    shape = group[0].first.shape
+    word = "with" if shape["checkpointing"] else "without"
+    table = Table(title=f"largest micro-batch, {word} checkpointing, {shape['sequence']} tokens a sequence")
+    table.add_column("")
+    table.add_column("sequences", justify="right")
+    for one in group:
+        table.add_row(one.first.contender, str(int(one.detail("sequences") or 0)))
+    console.print(table)
+
+
+def where(records: Sequence[Record]) -> list[str]:
+    """The machine, its clocks and power, and what energy comes from."""
+    if not records:
+        return []
+    hardware, versions = records[-1].hardware, records[-1].versions
+    lines = [
+        f"{hardware.get('gpu') or hardware['cpu']}, torch {versions['torch']}, commit {records[-1].commit}"
+    ]
+    if hardware.get("sm_clock_mhz") is not None:
+        limit = hardware.get("power_limit_w")
+        lines.append(
+            f"{hardware['sm_clock_mhz']} MHz, {hardware.get('power_w')} W of {limit} W, "
+            f"{hardware.get('temperature_c')} C; idle {hardware.get('idle_power_w', '?')} W"
+        )
+    methods = sorted({str(r.hardware["energy_from"]) for r in records if r.hardware.get("energy_from")})
+    lines.append(f"energy: {', '.join(methods)}" if methods else "energy: not measured")
+    return lines

@@ -1,0 +1,347 @@
+"""Whole models at inference: a forward pass over a batch of sequences, and generation."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from .. import reference
+from .._errors import reject
+from .baselines import compile_layers, dense_ways, many_compilations
+from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
+from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
+from .processes import NOTE
+from .results import Measured
+from .timing import compare
+
+FORWARD = {
+    "dense-eager": "stock transformers Llama with ReLU, as PyTorch runs it",
+    "dense-compiled": "the same, every layer compiled by torch.compile",
+    "best-dense": "the fastest of three other dense ways",
+    "ours-eager": "our model, same weights, automatic plan",
+    "ours-compiled": "the same, every layer compiled by torch.compile",
+}
+GENERATION = {
+    "dense-eager": "stock Llama, transformers' own loop, default cache",
+    "dense-captured": "stock Llama in our generation engine (`accelerate_`)",
+    "ours-captured": "our model in our generation engine",
+}
+# On a CPU nothing is captured.
+_ON_A_CPU = {
+    "dense-eager": GENERATION["dense-eager"],
+    "dense-captured": "the same: on a CPU the engine leaves it to transformers",
+    "ours-captured": "our model, transformers' own loop, default cache",
+}
+CONTENDERS = list(dict.fromkeys([*FORWARD, *GENERATION]))
+_COMPARED = 128  # last positions of the compared sequences
+_COMPARED_SEQUENCES = 2
+_FIRST = 16  # new tokens that do not count: a step is captured meanwhile
+_LOOKED_AT = 8192  # tokens whose active neurons are counted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Token ids [B, S] on the device. origin: where they come from, for the reader."""
+
+    ids: Tensor
+    origin: str
+
+
+def described(pair: ModelPair, name: str, **more: int | str | bool) -> dict[str, int | str | bool]:
+    """The shape entries that all workloads of a model share."""
+    config = pair.dense.config
+    return {
+        "model": name,
+        "layers": config.num_hidden_layers,
+        "D": config.hidden_size,
+        "H": getattr(config, "intermediate_size", 0) or 4 * config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "dtype": str(pair.dense.dtype).removeprefix("torch."),
+        **more,
+    }
+
+
+def sparsity_of(pair: ModelPair, ids: Tensor) -> dict[str, float]:
+    """Active neurons per token: mean over layers, least and most active layer, on some of `ids`."""
+    some = ids[: max(_LOOKED_AT // ids.shape[1], 1), :_LOOKED_AT]
+    by_layer = active_by_layer(pair.sparse, some)
+    if not by_layer:
+        reject("model", "no block of ours with plain weights", "a model with exact zeros, not quantised")
+    return {"nnz": sum(by_layer) / len(by_layer), "nnz_least": min(by_layer), "nnz_most": max(by_layer)}
+
+
+def bench_forward(
+    pair: ModelPair,
+    name: str,
+    batch: Batch,
+    contenders: list[str],
+    setting: Setting,
+    *,
+    calibrated: bool,
+) -> None:
+    """Compare forward passes over `batch` that end with the logits of each sequence's next token.
+
+    calibrated: whether the pair comes from `build_pair`.
+    """
+    ids = batch.ids
+    sequences, length = ids.shape
+    workload = Workload(
+        name="forward",
+        title=f"forward, {sequences} x {length} tokens",
+        shape=described(pair, name, batch=sequences, sequence=length, text=batch.origin),
+        tokens=ids.numel(),
+        sparsity=sparsity_of(pair, ids),
+    )
+
+    def run(model: nn.Module, ids: Tensor = ids, keep: int = 1) -> Tensor:
+        with torch.no_grad():
+            return _logits(model, ids, keep)
+
+    def what_fits(model: nn.Module) -> Callable[[], str]:
+        return lambda: _fitting_batch(lambda n: run(model, ids[:n]), sequences, length, setting)
+
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "dense-eager": lambda: pair.dense,
+        "dense-compiled": lambda: compile_layers(shared_twin(pair.dense)),
+        "ours-eager": lambda: pair.sparse,
+        "ours-compiled": lambda: compile_layers(shared_twin(pair.sparse)),
+    }
+    running: list[Contender] = []
+    models: dict[str, nn.Module] = {}
+    with many_compilations():
+        for one in contenders:
+            if one == "best-dense":
+                found = _best_dense(pair, run, setting, calibrated)
+                if found is None:
+                    continue
+                contender, models[one] = found
+            else:
+                model = models[one] = makers[one]()
+                contender = Contender(
+                    name=one,
+                    meaning=FORWARD[one],
+                    call=lambda model=model: run(model),
+                    own_bytes=tensor_bytes(model),
+                    warm_up=6 if one.startswith("ours") else 3,
+                    sparse=one.startswith("ours"),
+                )
+                eager = pair.sparse if contender.sparse else pair.dense
+                ready(contender, setting, what_fits(eager))
+            running.append(contender)
+        setting.say(f"{workload.title}: comparing logits")
+        _compare_logits(running, models, pair, ids, run, setting)
+        run_contest(running, workload, setting)
+    models.clear()
+    setting.release()
+
+
+def _logits(model: nn.Module, ids: Tensor, keep: int) -> Tensor:
+    """[B, keep, V] of the last positions; of all where the model has no such option."""
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        return model(ids, use_cache=False, logits_to_keep=keep).logits
+    return model(ids, use_cache=False).logits[:, -keep:]
+
+
+def _fitting_batch(call: Callable[[int], object], sequences: int, length: int, setting: Setting) -> str:
+    def fits(count: int) -> bool:
+        try:
+            call(count)
+            setting.wait()
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            setting.release()
+        return True
+
+    found = largest_that_fits(fits, max(sequences // 2, 1), max(sequences - 1, 1))
+    return f"{found} x {length} tokens would fit" if found else f"not even 1 x {length} tokens fit"
+
+
+def _best_dense(
+    pair: ModelPair, run: Callable[[nn.Module], Tensor], setting: Setting, calibrated: bool
+) -> tuple[Contender, nn.Module] | None:
+    """The fastest of the dense ways, warmed up; says which."""
+    candidates: dict[str, tuple[Contender, nn.Module]] = {}
+    for way, (meaning, build) in (
+        (name, (way.meaning, way.build))
+        for name, way in dense_ways(pair.dense, pair.sparse, all_active=calibrated).items()
+    ):
+        try:
+            model = build()
+        except torch.OutOfMemoryError:
+            setting.say(f"{NOTE}best dense: {way} does not fit")
+            setting.release()
+            continue
+        contender = Contender(
+            name="best-dense",
+            meaning=f"{way}: {meaning}",
+            call=lambda model=model: run(model),
+            own_bytes=tensor_bytes(model),
+        )
+        setting.say(f"best dense: {way}")
+        if ready(contender, setting):
+            candidates[way] = contender, model
+    if not candidates:
+        return None
+    calls = {way: contender.call for way, (contender, _) in candidates.items()}
+    timings = compare(calls, device=setting.device, warmup=0, repetitions=4, calls_per_sample=1)
+    best = min(timings, key=lambda way: timings[way].median)
+    times = ", ".join(f"{way} {timing.median * 1e3:.1f} ms" for way, timing in timings.items())
+    setting.say(f"{NOTE}best dense is {best} ({times})")
+    contender, model = candidates[best]
+    for place, timing in enumerate(timings.values()):
+        contender.details[f"way_{place}_seconds"] = timing.median
+    return contender, model
+
+
+@torch.no_grad()
+def _compare_logits(
+    running: list[Contender],
+    models: dict[str, nn.Module],
+    pair: ModelPair,
+    ids: Tensor,
+    run: Callable[..., Tensor],
+    setting: Setting,
+) -> None:
+    """Each contender's logits against those of the stock model in float32, on the last positions of some
+    sequences, from a call of the timed shape; where float32 does not fit, against dense eager's."""
+    some, keep = slice(_COMPARED_SEQUENCES), min(_COMPARED, ids.shape[1])
+    exact = _float32_logits(pair.dense, ids[some], keep, setting)
+    wide = exact is not None
+    if exact is None:
+        exact = run(pair.dense, ids[some], keep).float()
+    stock = run(pair.dense, ids if _ran(running, "dense-eager") else ids[some], keep)[some].float()
+    for one in running:
+        if one.failure is not None or "all neurons active" in one.meaning:
+            continue
+        found = stock if one.name == "dense-eager" else run(models[one.name], ids, keep)[some].float()
+        one.error = reference.relative_error(found, exact)
+        one.details |= {
+            "against_float32": int(wide),
+            "largest_difference": ((found - exact).abs().max() / exact.abs().max()).item(),
+            "same_tokens": (found.argmax(-1) == exact.argmax(-1)).float().mean().item(),
+            "same_tokens_as_dense": (found.argmax(-1) == stock.argmax(-1)).float().mean().item(),
+        }
+    setting.release()
+
+
+def _ran(running: list[Contender], name: str) -> bool:
+    return any(one.name == name and one.failure is None for one in running)
+
+
+def _float32_logits(dense: nn.Module, ids: Tensor, keep: int, setting: Setting) -> Tensor | None:
+    if dense.dtype == torch.float32:
+        return _logits(dense, ids, keep)
+    free = free_bytes(setting.device)
+    if free is not None and free < 6 * sum(p.numel() for p in dense.parameters()):
+        return None
+    try:
+        return _logits(copy.deepcopy(dense).float(), ids, keep)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        setting.release()
+
+
+def bench_generation(
+    pair: ModelPair,
+    name: str,
+    batch: Batch,
+    new_tokens: int,
+    contenders: list[str],
+    setting: Setting,
+) -> None:
+    """Compare greedy generation after the prompts `batch`: seconds for a token of every sequence.
+
+    The time of 16 tokens is taken off that of 16 + `new_tokens`, so prompts do not count.
+    """
+    from ..generation import accelerate_
+
+    ids = batch.ids
+    sequences, prompt = ids.shape
+    workload = Workload(
+        name="generation",
+        title=f"generation, {sequences} sequences",
+        shape=described(pair, name, batch=sequences, prompt=prompt, new_tokens=new_tokens, text=batch.origin),
+        tokens=sequences,
+        sparsity=sparsity_of(pair, ids),
+    )
+    models = {
+        "dense-eager": pair.dense,
+        "dense-captured": accelerate_(shared_twin(pair.dense)),
+        "ours-captured": accelerate_(pair.sparse),
+    }
+    models = {one: models[one] for one in contenders}
+
+    def run(model: nn.Module, tokens: int) -> Tensor:
+        with torch.no_grad():
+            return model.generate(
+                ids, max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0
+            )
+
+    outputs: dict[str, Tensor] = {}
+    running = []
+    for one, model in models.items():
+        contender = Contender(
+            name=one,
+            meaning=GENERATION[one] if setting.device.type == "cuda" else _ON_A_CPU[one],
+            call=lambda model=model: run(model, _FIRST + new_tokens),
+            own_bytes=tensor_bytes(model),
+            warm_up=2,
+            sparse=one.startswith("ours"),
+            sparse_tokens=sequences,
+        )
+        if ready(contender, setting):
+            outputs[one] = contender.call()
+        running.append(contender)
+    stock = outputs.get("dense-eager", next(iter(outputs.values()), None))
+    for one in running:
+        if one.name in outputs:
+            same = (outputs[one.name] == stock)[:, prompt:].float().mean().item()
+            one.details["same_tokens_as_dense"] = same
+    _time_tokens(running, models, run, new_tokens, workload, setting)
+    setting.release()
+
+
+def _time_tokens(
+    running: list[Contender],
+    models: dict[str, nn.Module],
+    run: Callable[[nn.Module, int], Tensor],
+    new_tokens: int,
+    workload: Workload,
+    setting: Setting,
+) -> None:
+    """Rounds as in `run_contest`, but a sample is the difference of two calls."""
+
+    def timed(model: nn.Module, tokens: int) -> float:
+        setting.wait()
+        began = perf_counter()
+        run(model, tokens)
+        setting.wait()
+        return perf_counter() - began
+
+    alive = [one for one in running if one.failure is None]
+    seconds: dict[str, list[float]] = {one.name: [] for one in alive}
+    for turn in range(setting.rounds):
+        for one in alive[:: -1 if turn % 2 else 1]:
+            setting.say(f"{workload.title}: round {turn + 1} of {setting.rounds}, {one.name}")
+            long, short = (timed(models[one.name], _FIRST + more) for more in (new_tokens, 0))
+            seconds[one.name].append(max(long - short, 1e-9) / new_tokens)
+
+    def emit(measured: Measured) -> None:
+        """Replace the whole calls that the contest has timed by tokens."""
+        tokens = _FIRST + new_tokens
+        joules = tuple(j / tokens for j in measured.joules)
+        known = tuple(seconds.get(measured.contender, ()))
+        setting.emit(measured.plus(seconds=known, joules=joules))
+
+    # One round more, of whole calls: for memory, energy and the state of the device. On a CPU, memory is
+    # counted by a profiler, which takes minutes for so many small operations.
+    memory = setting.memory and setting.device.type == "cuda"
+    run_contest(running, workload, replace(setting, rounds=1, emit=emit, memory=memory))

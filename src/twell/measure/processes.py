@@ -1,0 +1,67 @@
+"""Measuring in processes of their own: each builds, compiles and lays out its memory anew."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .results import Measured
+
+Emit = Callable[[Measured], None]
+Say = Callable[[str], None]
+NOTE = "note: "  # begins what is said for the reader to keep
+Job = Callable[[Any, Emit, Say], None]
+
+
+def run_apart(job: Job, options: Any, emit: Emit, say: Say) -> None:
+    """Run job(options, emit, say) in a new process. `job` is a function of a module, options can be pickled.
+
+    Raises ValueError as the job does. A process that dies raises RuntimeError; what it emitted before counts.
+    """
+    context = get_context("spawn")  # a forked process could not use the GPU
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(job, options, there), daemon=True)
+    process.start()
+    there.close()
+    try:
+        while True:
+            kind, content = here.recv()
+            if kind == "done":
+                break
+            if kind == "refused":
+                raise ValueError(content)
+            if kind == "failed":
+                raise RuntimeError(f"a measuring process failed:\n{content}")
+            (emit if kind == "measured" else say)(content)
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"a measuring process ended with exit code {process.exitcode}; what it had measured is kept"
+        ) from None
+    finally:
+        if process.is_alive():
+            process.join(timeout=10)
+        if process.is_alive():
+            process.terminate()
+            process.join()
+        here.close()
+
+
+def _work(job: Job, options: Any, connection: Connection) -> None:
+    try:
+        job(
+            options,
+            lambda measured: connection.send(("measured", measured)),
+            lambda text: connection.send(("say", text)),
+        )
+    except ValueError as error:
+        connection.send(("refused", str(error)))
+    except BaseException:
+        connection.send(("failed", traceback.format_exc()))
+    else:
+        connection.send(("done", None))
+    finally:
+        connection.close()

@@ -1,0 +1,238 @@
+"""What contenders of a comparison took, from one process or several, and records of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+import torch
+
+from .records import Record, make_record
+from .timing import Timing
+
+BASELINE = "dense-eager"
+_DENSE = ("dense", "best-dense")
+_RESAMPLED = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One contender of one workload, in one process.
+
+    workload, contender:  words of a record's name.
+    meaning:   the contender in plain words.
+    shape:     what was run; equal for all contenders of a workload.
+    tokens:    of one call.
+    seconds:   of one call, by round. Rounds of all contenders belong together: they ran in turn.
+    joules:    of one call, by window of energy.
+    power:     entries for the record's hardware: clocks, power, temperature.
+    details:   numbers of this contender: peak_bytes, same_tokens, largest_difference...
+    error:     relative difference of the logits.
+    failure:   why there is nothing, where it could not run.
+    """
+
+    workload: str
+    contender: str
+    meaning: str
+    shape: dict[str, int | str | bool]
+    tokens: int
+    seconds: tuple[float, ...] = ()
+    joules: tuple[float, ...] = ()
+    power: dict[str, Any] = field(default_factory=dict)
+    sparsity: dict[str, float] = field(default_factory=dict)
+    details: dict[str, float] = field(default_factory=dict)
+    error: float | None = None
+    failure: str | None = None
+
+    @property
+    def group(self) -> tuple:
+        """Equal for contenders that were compared with each other."""
+        return self.workload, *sorted(self.shape.items())
+
+    @property
+    def key(self) -> tuple:
+        return *self.group, self.contender
+
+    def plus(self, **changes: Any) -> Measured:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate, and the bounds that hold 95% of its resampled values."""
+
+    low: float
+    middle: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.middle:.2f}x ({self.low:.2f}-{self.high:.2f})"
+
+
+def paired_gain(baseline: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> Interval:
+    """How many times faster `seconds` is than `baseline`: the median ratio of rounds, which ran side by side.
+
+    Both by process and by round. The interval resamples processes, and rounds inside of them.
+    """
+    ratios = [
+        np.array([theirs / ours for theirs, ours in zip(*rounds, strict=False)])
+        for rounds in zip(baseline, seconds, strict=False)
+    ]
+    ratios = [some for some in ratios if some.size]
+    generator = np.random.default_rng(0)
+
+    def resampled() -> float:
+        chosen = generator.integers(len(ratios), size=len(ratios))
+        return float(np.median(np.concatenate([generator.choice(ratios[i], ratios[i].size) for i in chosen])))
+
+    drawn = [resampled() for _ in range(_RESAMPLED)]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return Interval(float(low), float(np.median(np.concatenate(ratios))), float(high))
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A contender over all processes.
+
+    baseline:  the contender that it is compared with first: dense eager, or the first that ran.
+    gains:     by dense contender, how many times faster this one is.
+    """
+
+    processes: tuple[Measured, ...]
+    baseline: str | None
+    gains: dict[str, Interval]
+
+    @property
+    def gain(self) -> Interval | None:
+        return self.gains.get(self.baseline)
+
+    @property
+    def first(self) -> Measured:
+        return self.processes[0]
+
+    @property
+    def failure(self) -> str | None:
+        return None if self.seconds else next((m.failure for m in self.processes if m.failure), None)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [sample for measured in self.processes for sample in measured.seconds]
+
+    @property
+    def tokens_per_ms(self) -> float | None:
+        return self.first.tokens / (median(self.seconds) * 1e3) if self.seconds else None
+
+    @property
+    def joules(self) -> float | None:
+        """Of one call."""
+        found = [joules for measured in self.processes for joules in measured.joules]
+        return median(found) if found else None
+
+    @property
+    def millijoules_per_token(self) -> float | None:
+        return None if self.joules is None else self.joules / self.first.tokens * 1e3
+
+    @property
+    def error(self) -> float | None:
+        return max((m.error for m in self.processes if m.error is not None), default=None)
+
+    def detail(self, name: str) -> float | None:
+        """The mean over processes; the largest of what must not be large."""
+        found = [m.details[name] for m in self.processes if name in m.details]
+        if not found:
+            return None
+        return max(found) if name in ("largest_difference", "peak_bytes") else fmean(found)
+
+
+def merge(measured: Iterable[Measured]) -> list[Merged]:
+    """Contenders over all processes, in the order in which they came."""
+    by_key: dict[tuple, list[Measured]] = {}
+    for one in measured:
+        by_key.setdefault(one.key, []).append(one)
+    baselines = _baselines(by_key)
+    merged = []
+    for processes in by_key.values():
+        group, name = processes[0].group, processes[0].contender
+        theirs = baselines.get(group)
+        gains = {}
+        for others in by_key.values():
+            other = others[0].contender
+            rival = other.startswith(_DENSE) or others is theirs
+            if others[0].group == group and other != name and rival and _ran(others) and _ran(processes):
+                gains[other] = paired_gain([m.seconds for m in others], [m.seconds for m in processes])
+        merged.append(Merged(tuple(processes), theirs[0].contender if theirs else None, gains))
+    return merged
+
+
+def _ran(processes: list[Measured]) -> bool:
+    return any(measured.seconds for measured in processes)
+
+
+def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measured]]:
+    """By group: dense eager, or the first that ran."""
+    found: dict[tuple, list[Measured]] = {}
+    for processes in by_key.values():
+        group = processes[0].group
+        if _ran(processes) and (group not in found or processes[0].contender == BASELINE):
+            found[group] = processes
+    return found
+
+
+def records_of(
+    what: str, measured: Iterable[Measured], device: torch.device | str, seed: int, commit: str | None = None
+) -> list[Record]:
+    """A record for each contender that ran: seconds of a call, and everything else as details.
+
+    what:    the first word of their names.
+    commit:  written to them where git is not available.
+    """
+    merged = merge(measured)
+    records = []
+    for one in merged:
+        if not one.seconds:
+            continue
+        group = [other for other in merged if other.first.group == one.first.group]
+        theirs = next((o for o in group if o.first.contender == one.baseline and o is not one), None)
+        record = make_record(
+            f"{what}/{one.first.workload}/{one.first.contender}",
+            Timing(tuple(one.seconds)),
+            unit="s",
+            baseline=None if theirs is None else theirs.first.contender,
+            baseline_timing=None if theirs is None else Timing(tuple(theirs.seconds)),
+            shape={**one.first.shape, "meaning": one.first.meaning},
+            sparsity=one.first.sparsity,
+            error=one.error,
+            details=_details(one),
+            device=device,
+            seed=seed,
+        )
+        hardware = {**record.hardware, **one.first.power}
+        changes = {"hardware": hardware, **({"commit": commit} if commit else {})}
+        records.append(dataclasses.replace(record, **changes))
+    return records
+
+
+def _details(one: Merged) -> dict[str, float]:
+    names = {name: None for measured in one.processes for name in measured.details}
+    details = {
+        "tokens": one.first.tokens,
+        "processes": len(one.processes),
+        "rounds": len(one.first.seconds),
+        **{name: one.detail(name) for name in names},
+    }
+    for other, gain in one.gains.items():
+        details |= {
+            f"over/{other}": gain.middle,
+            f"over/{other}/low": gain.low,
+            f"over/{other}/high": gain.high,
+        }
+    if one.joules is not None:
+        details |= {
+            "millijoules_per_token": one.millijoules_per_token,
+            "energy_windows": sum(len(m.joules) for m in one.processes),
+        }
+    return details

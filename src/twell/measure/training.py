@@ -1,0 +1,301 @@
+"""Training steps of whole models: forward, loss, backward and optimiser, dense against ours.
+
+The dense models are stock: no L1 term, no statistics. Ours has both, as the recipe wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._errors import reject
+from .baselines import AUTOTUNE, compile_layers, has_liger, many_compilations, with_liger
+from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
+from .inference import described, sparsity_of
+from .memory import peak_bytes
+from .models import ModelPair, ModelSize, build_pair, free_bytes, require_room, shared_twin
+from .results import Measured
+
+CONTENDERS = {
+    "dense-eager": "stock transformers Llama with ReLU, no L1, no statistics",
+    "dense-compiled": "the same, layers and loss compiled by torch.compile",
+    "dense-autotuned": "the same, compiled with max-autotune",
+    "dense-liger": "the same, with Liger's norms and its loss without whole logits, layers compiled",
+    "ours-eager": "our model with L1 term and firing counts, automatic plan",
+    "ours-compiled": "the same, attention, norms and loss compiled by torch.compile",
+}
+DEFAULT = ["dense-eager", "dense-compiled", "ours-eager", "ours-compiled"]
+PRECISIONS = ("bfloat16", "mixed", "float32")
+L1 = 2e-5
+_REENTRANT = {"use_reentrant": False}
+_MARGIN = 0.92  # of free memory: what the allocator cannot use
+_NO_CHANGE = 1e-9  # learning rate: the optimiser works in full, and weights keep their sparsity
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingCase:
+    """A step. precision: "bfloat16" keeps weights, gradients and the optimiser's state in bfloat16; "mixed"
+    keeps them in float32 and computes in bfloat16 by autocast, as `twell train` does; "float32"."""
+
+    size: ModelSize
+    name: str
+    batch: int
+    sequence: int
+    precision: str = "bfloat16"
+    device: torch.device
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            reject("precision", repr(self.precision), " | ".join(PRECISIONS))
+        if self.sequence > self.size.positions:
+            reject("sequence", self.sequence, f"at most {self.size.positions}, the model's positions")
+        if self.sequence < 2:
+            reject("sequence", self.sequence, "at least 2 tokens: one to read, one to predict")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Weights, gradients and two moments, of two models."""
+        return 2 * 4 * self.dtype.itemsize
+
+    def build(self) -> Trained:
+        return Trained(build_pair(self.size, dtype=self.dtype, device=self.device, seed=self.seed), self)
+
+    def ids(self, batch: int | None = None) -> Tensor:
+        generator = torch.Generator("cpu").manual_seed(self.seed)
+        shape = (batch or self.batch, self.sequence)
+        return torch.randint(self.size.vocabulary, shape, generator=generator).to(self.device)
+
+
+class Trained:
+    """A pair of models with an optimiser each."""
+
+    def __init__(self, pair: ModelPair, case: TrainingCase) -> None:
+        self.pair, self.case = pair, case
+        pair.dense.train()
+        pair.sparse.train()
+        pair.sparse.l1_weight = L1
+        fused = case.device.type == "cuda"
+        self.optimisers = {
+            kind: torch.optim.AdamW(
+                model.parameters(), lr=_NO_CHANGE, betas=(0.9, 0.95), weight_decay=0.1, fused=fused
+            )
+            for kind, model in (("dense", pair.dense), ("ours", pair.sparse))
+        }
+
+    def optimiser(self, contender: str) -> torch.optim.Optimizer:
+        return self.optimisers["ours" if contender.startswith("ours") else "dense"]
+
+    def own_bytes(self, contender: str) -> int:
+        """Weights and the optimiser's state, after its first step."""
+        optimiser = self.optimiser(contender)
+        weights = (p for group in optimiser.param_groups for p in group["params"])
+        states = (
+            value
+            for state in optimiser.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.device.type == self.case.device.type
+        )
+        return sum(tensor.nbytes for tensor in chain(weights, states))
+
+    def step(self, contender: str, ids: Tensor, checkpointing: bool) -> Callable[[], Tensor]:
+        """One step of a contender on ids [B, S], to be called again and again; returns the loss."""
+        model = self._prepared(contender, checkpointing)
+        optimiser = self.optimiser(contender)
+        autocast = self.case.precision == "mixed"
+        device = self.case.device.type
+        fused_loss = getattr(model, "fused_loss", None)
+
+        def run() -> Tensor:
+            with torch.autocast(device, torch.bfloat16, enabled=autocast):
+                if fused_loss is not None:
+                    loss = fused_loss(ids)
+                else:
+                    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+            return loss.detach()
+
+        return run
+
+    def _prepared(self, contender: str, checkpointing: bool) -> nn.Module:
+        from ..hf import compile_inside_checkpoints, sparse_mlps
+
+        ours = contender.startswith("ours")
+        model = shared_twin(self.pair.sparse if ours else self.pair.dense)
+        if contender == "dense-liger":
+            if not has_liger():
+                reject(
+                    "contenders", "dense-liger", "an environment with liger-kernel: pip install liger-kernel"
+                )
+            model = with_liger(self.pair.dense)
+        if checkpointing:
+            model.gradient_checkpointing_enable(_REENTRANT)
+        if contender.endswith("eager"):
+            return model
+        if not hasattr(model, "fused_loss"):
+            model.loss_function = torch.compile(model.loss_function, dynamic=False)
+        if not ours:
+            # Under checkpointing, transformers calls the compiled layer inside of the checkpoint.
+            mode = AUTOTUNE if contender == "dense-autotuned" else None
+            return compile_layers(model, mode=mode)
+        for mlp in sparse_mlps(model):
+            mlp.eager = True  # an automatic plan decides between graphs
+        if checkpointing:
+            compile_inside_checkpoints(model, dynamic=False)
+            return model
+        return compile_layers(model, fullgraph=False)
+
+
+def bench_training(trained: Trained, checkpointing: bool, contenders: list[str], setting: Setting) -> None:
+    """Compare whole steps with or without activation checkpointing."""
+    case = trained.case
+    ids = case.ids()
+    trained.pair.sparse.eval()
+    sparsity = sparsity_of(trained.pair, ids)
+    trained.pair.sparse.train()
+    word = "with" if checkpointing else "without"
+    workload = Workload(
+        name="checkpointed" if checkpointing else "step",
+        title=f"training step, {case.batch} x {case.sequence} tokens, {word} checkpointing",
+        shape=described(
+            trained.pair,
+            case.name,
+            batch=case.batch,
+            sequence=case.sequence,
+            precision=case.precision,
+            checkpointing=checkpointing,
+        ),
+        tokens=ids.numel(),
+        sparsity=sparsity,
+    )
+    running: list[Contender] = []
+    with many_compilations():
+        for one in contenders:
+            contender = Contender(
+                name=one,
+                meaning=CONTENDERS[one],
+                call=trained.step(one, ids, checkpointing),
+                warm_up=8 if one.startswith("ours") else 3,
+                sparse=one.startswith("ours"),
+            )
+            if ready(contender, setting):
+                contender.own_bytes = trained.own_bytes(one)
+                contender.details["loss"] = contender.call().item()
+            running.append(contender)
+        _compare_losses(running)
+        run_contest(running, workload, setting)
+    running.clear()
+    setting.release()
+
+
+def _compare_losses(running: list[Contender]) -> None:
+    """The relative difference of the losses. Ours has the L1 term in it, of about 2e-5 of the loss."""
+    losses = {one.name: one.details["loss"] for one in running if "loss" in one.details}
+    expected = losses.get("dense-eager")
+    for one in running:
+        if expected and one.name in losses:
+            one.error = abs(losses[one.name] - expected) / abs(expected)
+
+
+def layers_that_fit(case: TrainingCase, setting: Setting) -> int:
+    """How many layers of the case's model can be trained next to their dense twins, up to all of them.
+
+    Measured: steps of the dense model with one layer and with two say what a layer costs.
+    """
+    free = free_bytes(case.device)
+    if free is None:
+        return case.size.layers
+    needed: list[float] = []
+    for layers in (1, 2):
+        small = replace(case, size=replace(case.size, layers=layers))
+        require_room(
+            small.size, bytes_per_parameter=case.bytes_per_parameter, device=case.device, name=case.name
+        )
+        setting.say(f"how many layers fit: a step with {layers}")
+        trained = small.build()
+        step = trained.step("dense-eager", small.ids(), False)
+        try:
+            step()
+            needed.append(2 * trained.own_bytes("dense-eager") + peak_bytes(step, case.device))
+        except torch.OutOfMemoryError:
+            reject(
+                "batch",
+                f"{case.batch} x {case.sequence} tokens, which do not fit with {layers} layers",
+                "a smaller --batch",
+            )
+        del trained, step
+        setting.release()
+    by_layer = max(needed[1] - needed[0], 1)
+    found = int((_MARGIN * free - needed[0]) // by_layer) + 1
+    return max(1, min(found, case.size.layers))
+
+
+def largest_micro_batch(
+    case: TrainingCase, contender: str, checkpointing: bool, setting: Setting, memory: int | None = None
+) -> int:
+    """The most sequences that a step of a contender fits, alone on the device; 0 if none.
+
+    memory:  bytes that it may take; None: all that are free, on a GPU.
+    """
+    if memory is None and case.device.type != "cuda":
+        reject("search", "no limit of memory", "--memory GIB on a CPU, whose system would swap first")
+    trained = case.build()
+    ours = contender.startswith("ours")
+    kept, unused = (trained.pair.sparse, trained.pair.dense)[:: 1 if ours else -1]
+    for parameter in unused.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=case.device)
+    setting.release()
+
+    def fits(batch: int) -> bool:
+        setting.say(f"largest micro-batch of {contender}: trying {batch}")
+        try:
+            step = trained.step(contender, case.ids(batch), checkpointing)
+            for _ in range(3 if ours else 1):  # until layers train sparse
+                step()
+            setting.wait()
+            if memory is None:
+                return True
+            return trained.own_bytes(contender) + peak_bytes(step, case.device) <= memory
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            for parameter in kept.parameters():
+                parameter.grad = None
+            setting.release()
+
+    return largest_that_fits(fits, case.batch, 1024)
+
+
+def batch_result(
+    case: TrainingCase, contender: str, checkpointing: bool, sequences: int, memory: int | None
+) -> Measured:
+    """The result of a search, to emit."""
+    shape: dict[str, Any] = {
+        "model": case.name,
+        "layers": case.size.layers,
+        "sequence": case.sequence,
+        "precision": case.precision,
+        "checkpointing": checkpointing,
+    }
+    if memory is not None:
+        shape["memory_gib"] = f"{memory / 2**30:g}"
+    return Measured(
+        workload="micro-batch",
+        contender=contender,
+        meaning=CONTENDERS[contender],
+        shape=shape,
+        tokens=max(sequences * case.sequence, 1),
+        details={"sequences": sequences},
+        failure=None if sequences else "no sequence fits",
+    )
