@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from twell.measure import read_records
+from twell.measure import Record, read_records
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GENERATION, PRUNED = RESULTS / "generation.jsonl", RESULTS / "pruned_model.jsonl"
@@ -14,16 +14,47 @@ GENERATION, PRUNED = RESULTS / "generation.jsonl", RESULTS / "pruned_model.jsonl
 def generation() -> str:
     """A row for each batch and baseline."""
     lines = [
-        "| sequences | ms per token | over | its ms | | equal tokens |",
-        "|---:|---:|---|---:|---:|---:|",
+        "| sequences | ms per token | over | its ms | | mJ per token | its mJ | equal tokens |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|",
     ]
-    for record in read_records(GENERATION):
+    energy = {(record.shape["M"], record.baseline): record for record in _part("energy")}
+    for record in (*_part("captured"), *_part("stock")):
         shape, ours, theirs = record.shape, record.value * 1e3, record.baseline_value * 1e3
+        spent = energy.get((shape["M"], record.baseline))
+        joules = "|" if spent is None else f"{spent.value:.1f} | {spent.baseline_value:.1f}"
         lines.append(
             f"| {shape['M']} | {ours:.2f} | {record.baseline} | {theirs:.2f} | {theirs / ours:.2f}x "
-            f"| {float(shape['same_tokens']):.0%} |"
+            f"| {joules} | {float(shape['same_tokens']):.0%} |"
         )
     return "\n".join(lines)
+
+
+def generation_of_text() -> str:
+    """With a trained model, on prompts from all over a text."""
+    lines = [
+        "| sequences | active neurons | ms per token | dense, same engine | | sparse calls |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    for record in _part("text"):
+        ours, theirs = record.value * 1e3, record.baseline_value * 1e3
+        lines.append(
+            f"| {record.shape['M']} | {record.sparsity['nnz']:.0f} of {record.shape['H']:,} | {ours:.3f} "
+            f"| {theirs:.3f} | {theirs / ours:.2f}x | {float(record.shape['sparse_calls']):.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def generation_start() -> str:
+    """One sentence."""
+    (record,) = _part("start")
+    return (
+        f"From the start of a process to its first token, with the checkpoint in the machine's memory: "
+        f"{record.baseline_value:.0f} s the first time, {record.value:.0f} s from then on."
+    )
+
+
+def _part(name: str) -> list[Record]:
+    return [record for record in read_records(GENERATION) if record.what == f"generation/{name}"]
 
 
 def generation_measured_on() -> str:
@@ -51,6 +82,8 @@ def pruned_model() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "generation": generation,
+    "generation-of-text": generation_of_text,
+    "generation-start": generation_start,
     "generation-measured-on": generation_measured_on,
     "pruned-model": pruned_model,
 }
