@@ -123,6 +123,8 @@ class Decided(NamedTuple):
 class Prepared:
     """A number of further calls like one that was decided."""
 
+    _may_be_captured = False  # in a CUDA graph; what is recorded of launches holds outside of one only
+
     def __init__(self, decided: Decided, operands: Kinds) -> None:
         tensors, activation, plan, decision = decided
         self._operands = operands
@@ -187,7 +189,7 @@ class Prepared:
             and self._gradients_as_before(tensors)
             and torch._C._len_torch_dispatch_stack() == 0
             and not torch.is_autocast_enabled(self._device_type)
-            and not (self._device_type == "cuda" and _is_capturing())
+            and not (self._device_type == "cuda" and not self._may_be_captured and _is_capturing())
         )
 
     def _gradients_as_before(self, tensors: Tensors) -> bool:
@@ -215,6 +217,7 @@ class PreparedDense(Prepared):
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         x = tensors[0]
+        self._may_be_captured = True  # its kernel is loaded from now on
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
             note_path("dense", x, tensors[1].shape[0], reason=self._reason)
             fused = self._fused

@@ -137,6 +137,22 @@ def test_a_graph_owns_its_workspace_and_may_be_dropped(count):
 
 
 @pytest.mark.usefixtures("no_grad")
+def test_dense_calls_are_captured_as_they_are_repeated(monkeypatch):
+    """With their hidden values in one kernel, which an earlier call has loaded."""
+    module = module_of(plan=Plan(path="dense"))
+    x = tokens_of(100, HIDDEN)
+    for _ in range(3):
+        module(x)
+    graph = torch.cuda.CUDAGraph()
+    with only_repeated(monkeypatch), torch.cuda.graph(graph):
+        y = module(x)
+    for _ in range(3):
+        x.copy_(tokens_of(100, HIDDEN))
+        graph.replay()
+        assert_exact_module(y, x, module)
+
+
+@pytest.mark.usefixtures("no_grad")
 def test_a_capture_inside_of_what_was_captured_before():
     """A graph is captured while another stream captures, too, and between calls that are repeated."""
     module = module_of()
