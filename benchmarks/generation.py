@@ -6,6 +6,7 @@ every layer's real input, bf16, prompts of 128 tokens, 128 new ones, greedy:
     captured   our model with captured steps, over a stock Llama with relu and the same weights in the same
                engine (`accelerate_`), batches of 1, 8, 32 and 128 unrelated sequences
     stock      over transformers' own loops with that Llama: its default cache, and its static one
+    first      seconds to the first token, prompt and all, over the same Llama
     energy     millijoules per token of whole calls of `generate`, over the same Llama
     start      seconds from the start of a process to its first token, the model on disk: with empty caches
                of compiled kernels, and again
@@ -53,20 +54,20 @@ LOOPS = {"default": DEFAULT, "static": STATIC}
 def seconds_per_token(run: Callable[[int], Tensor], device: str, rounds: int, new: int) -> Timing:
     """run: makes so many tokens. The time of a few is taken off that of many."""
 
-    def timed(tokens: int) -> float:
-        if device == "cuda":
-            torch.cuda.synchronize()
-        began = perf_counter()
-        run(tokens)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        return perf_counter() - began
-
     for _ in range(2):
-        began = perf_counter()
-        timed(FIRST + new)
-        console.print(f"    warm-up {perf_counter() - began:.1f} s", highlight=False)
-    return Timing(tuple(max(timed(FIRST + new) - timed(FIRST), 1e-9) / new for _ in range(rounds)))
+        console.print(f"    warm-up {timed(run, FIRST + new, device):.1f} s", highlight=False)
+    times = [(timed(run, FIRST + new, device), timed(run, FIRST, device)) for _ in range(rounds)]
+    return Timing(tuple(max(many - few, 1e-9) / new for many, few in times))
+
+
+def timed(run: Callable[[int], Tensor], tokens: int, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = perf_counter()
+    run(tokens)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return perf_counter() - began
 
 
 class Bench:
@@ -100,6 +101,8 @@ class Bench:
             options = {"cache_implementation": "static"} if name == STATIC else {}
             timings[name] = seconds_per_token(run(name, self.dense, **options), self.device, 2, self.new)
         generate.DEVICES = kept
+        first = [Timing(tuple(timed(runs[name], 1, self.device) for _ in range(12))) for name in runs]
+        self.record("first", batch, first[0], "s", DENSE, first[1], {})
         shape = {"sparse_calls": f"{sparse_share:.2f}"}
         for baseline in list(timings)[1:]:
             same = (outputs["ours"][:, PROMPT:] == outputs[baseline][:, PROMPT:]).float().mean().item()

@@ -14,19 +14,25 @@ GENERATION, PRUNED = RESULTS / "generation.jsonl", RESULTS / "pruned_model.jsonl
 def generation() -> str:
     """A row for each batch and baseline."""
     lines = [
-        "| sequences | ms per token | over | its ms | | mJ per token | its mJ | equal tokens |",
-        "|---:|---:|---|---:|---:|---:|---:|---:|",
+        "| sequences | ms per token | over | its ms | | first token, ms | its ms | mJ per token | its mJ "
+        "| equal tokens |",
+        "|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    energy = {(record.shape["M"], record.baseline): record for record in _part("energy")}
+    firsts, energies = ({(r.shape["M"], r.baseline): r for r in _part(name)} for name in ("first", "energy"))
     for record in (*_part("captured"), *_part("stock")):
         shape, ours, theirs = record.shape, record.value * 1e3, record.baseline_value * 1e3
-        spent = energy.get((shape["M"], record.baseline))
-        joules = "|" if spent is None else f"{spent.value:.1f} | {spent.baseline_value:.1f}"
+        key = shape["M"], record.baseline
         lines.append(
             f"| {shape['M']} | {ours:.2f} | {record.baseline} | {theirs:.2f} | {theirs / ours:.2f}x "
-            f"| {joules} | {float(shape['same_tokens']):.0%} |"
+            f"| {_both(firsts.get(key), 1e3)} | {_both(energies.get(key), 1)} "
+            f"| {float(shape['same_tokens']):.0%} |"
         )
     return "\n".join(lines)
+
+
+def _both(record: Record | None, scale: float) -> str:
+    """Two cells."""
+    return "|" if record is None else f"{record.value * scale:.1f} | {record.baseline_value * scale:.1f}"
 
 
 def generation_of_text() -> str:

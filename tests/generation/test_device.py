@@ -135,3 +135,38 @@ def test_layers_are_looked_at_again(monkeypatch):
     found = model.generate(ids, **options)
     assert looks
     assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
+@pytest.mark.parametrize("plan", [Plan(path="block"), Plan(path="dense")], ids=str)
+def test_prompts_of_similar_lengths_share_a_graph(monkeypatch, plan):
+    model = build(torch.float32, plan)
+    for length in (33, 40, 48, 37, 45):
+        ids = prompt(2, length)
+        options = {"do_sample": False, "max_new_tokens": 12, "repetition_penalty": 1.2}
+        found = model.generate(ids, **options)
+        assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+    (kept,) = model._twell_steps.prompts.values()
+    assert kept.is_captured
+    with torch.no_grad():
+        model.lm_head.weight.copy_(-model.lm_head.weight)
+        model.model.layers[0].self_attn.q_proj.weight.mul_(0.5)  # what a graph reads in its place
+    found = model.generate(ids, **options)
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
+def test_prompts_look_at_their_layers_again(monkeypatch):
+    """Weights change so that a layer runs otherwise: the graph is captured again."""
+    monkeypatch.setattr("twell.generation.prompt._LOOK_AGAIN", 4)
+    model = build(torch.bfloat16)
+    ids = prompt(1, 30)
+    options = {"do_sample": False, "max_new_tokens": 2}
+    for _ in range(8):
+        model.generate(ids, **options)
+    (kept,) = model._twell_steps.prompts.values()
+    assert kept.is_captured
+    before = kept._captured
+    for layer in model.model.layers:
+        layer.mlp.plan = Plan(path="block")
+    for _ in range(8):
+        model.generate(ids, **options)
+    assert before != next(iter(model._twell_steps.prompts.values()))._captured

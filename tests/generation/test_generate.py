@@ -500,3 +500,18 @@ def test_kernels_of_our_own_generate_the_same_tokens(static, monkeypatch, kind):
     assert torch.equal(model.generate(ids, do_sample=False, **options), expected)
     (step,) = model._twell_steps.values()
     assert isinstance(step._decoder, kernel_layers.KernelLayers)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 24, 25, 33])
+def test_padding_to_a_common_length_changes_nothing(static, monkeypatch, length):
+    """Lengths around 16, 24 and 32; a penalty on tokens that are there, which a pad token would be."""
+    model = build("sparse llama")
+    ids = torch.randint(3, 97, (2, length))
+    mask = torch.ones_like(ids)
+    mask[0, : length // 3] = 0
+    options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 9, "repetition_penalty": 1.5}
+    found = model.generate(ids, **options)
+    assert static
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+    ((batch, padded, _),) = model._twell_steps.prompts
+    assert (batch, padded) == (2, {1: 16, 15: 16, 16: 16, 17: 24, 24: 24, 25: 32, 33: 48}[length])

@@ -12,7 +12,6 @@ from ..formats.base import format_bytes
 from ..measure import Record
 from ..measure.results import Merged
 
-
 ON_A_CPU = (
     "No GPU is used: a small run on the CPU, without compiled contenders unless --contenders names them."
 )

@@ -25,9 +25,9 @@ class StepCache:
     def fill(self, prompt: Cache) -> None:
         """Start again, with another prompt of the same batch. Columns past it are not attended to; zeros
         there keep a NaN of an earlier text out of the sums."""
+        torch._foreach_zero_([*self.keys, *self.values])  # in few launches
         for layer, keys, values in zip(prompt.layers, self.keys, self.values, strict=True):
             for kept, given in ((keys, layer.keys), (values, layer.values)):
-                kept.zero_()
                 kept[:, :, : given.shape[2]] = given
 
     def for_transformers(self) -> Cache:

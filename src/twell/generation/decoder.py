@@ -19,7 +19,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from .cache import StepCache
 from .kernel_layers import KernelLayers, compiled_or_plain, fit_kernels, layers_of
-from .merged import Merged, may_merge, merged_projections
+from .merged import Merged, may_merge, merged_projections, refresh
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
 _HEADS = (llama.LlamaForCausalLM.forward, qwen2.Qwen2ForCausalLM.forward)
@@ -91,9 +91,7 @@ class _OwnLayers:
         self._layers = [(layer, merged_projections(layer.self_attn) if merges else None) for layer in layers]
 
     def begin(self) -> None:
-        for layer, merged in self._layers:
-            if merged is not None:
-                merged.refresh(layer.self_attn)
+        refresh((merged, layer.self_attn) for layer, merged in self._layers if merged is not None)
 
     def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
         cache = self._cache

@@ -25,6 +25,7 @@ from ..activations import Activation
 from ..plan import ENVIRONMENT_VARIABLE, Plan
 from .cache import is_plain
 from .decoder import is_understood
+from .prompt import MOST_TOKENS, Prompt, fits_prompt, padded
 from .sampling import Sampling, sampling_of
 from .step import Step
 
@@ -36,6 +37,7 @@ _LOOK_AGAIN = 512  # replayed steps after which layers are read again
 _LONGEST = 16_384  # tokens of a sequence: a step attends to all of its columns
 _COLUMNS = 256  # sequences have room in steps of so many tokens, later in powers of two
 _MOST_STEPS = 4  # that a model keeps, with their caches
+_MOST_PROMPTS = 4
 # Of the norm of a model's logits: how far a step's may be off. Other kernels round otherwise.
 _AGREEING = {torch.bfloat16: 0.03, torch.float16: 0.005}
 _AGREEING_WIDE = 1e-3
@@ -198,9 +200,8 @@ def _turns_by_length(module: nn.Module) -> bool:
 
 def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], streamer: Any) -> Any:
     """The generated sequences; None where the model turns out not to compute as a step has it."""
+    request, logits, cache, extra = _prefilled(model, request, config, named)
     length = request.tokens.shape[1]
-    outputs = model._prefill(request.tokens, config, named, is_first_iteration=True)
-    cache, logits = named["past_key_values"], outputs.logits[:, -1]
     if not _holds_prompt(cache, length) or (request.sampling.sampled and bool(logits.isnan().any())):
         return None  # tokens that somebody puts before the prompt; numbers that transformers refuses
     step = _step_for(model, request, cache)
@@ -208,15 +209,39 @@ def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], 
         return None
     step.begin(request.tokens, request.attended, request.positions, cache, request.stops, request.pad)
     step.choose(logits)
-    del outputs, logits
+    del logits
     made = _tokens(step, request.longest - length, bool(request.stops), streamer)
     ended = length + made
     if request.stops:
         ended = min(ended, int(step.ended.max()) + 1)
-    sequences = step.sequence[:, :ended].clone()
+    sequences = step.sequence[:, extra:ended].clone()
     if streamer is not None:
         streamer.end()
     return sequences
+
+
+def _prefilled(
+    model: Any, request: Request, config: Any, named: dict[str, Any]
+) -> tuple[Request, Tensor, Any, int]:
+    """The request, padded where a graph runs its prompt; logits [B, V] after the prompt; its keys and
+    values; by how many tokens it is padded."""
+    batch, length = request.tokens.shape
+    room = request.longest + MOST_TOKENS <= _LONGEST
+    if not (room and request.placed and is_understood(model) and fits_prompt(model, batch, length)):
+        outputs = model._prefill(request.tokens, config, named, is_first_iteration=True)
+        return request, outputs.logits[:, -1], named["past_key_values"], 0
+    given = padded(request.tokens, request.attended, named["position_ids"].expand(batch, length))
+    kept, key = _kept(model).prompts, (*given.tokens.shape, _fingerprint(model))
+    prompt = kept.pop(key, None)
+    if prompt is None:
+        while len(kept) >= _MOST_PROMPTS or any(old[-1] != key[-1] for old in kept):
+            kept.pop(next(iter(kept)))
+        prompt = Prompt(model, *given.tokens.shape)
+    kept[key] = prompt
+    logits, cache = prompt.run(model, given)
+    longest = request.longest + given.extra
+    padding = {"tokens": given.tokens, "attended": given.attended, "longest": longest}
+    return request._replace(**padding), logits, cache, given.extra
 
 
 def _holds_prompt(cache: Any, length: int) -> bool:
@@ -282,7 +307,7 @@ class _Ends:
 class _Kept(dict[tuple, Step]):
     """The steps of a model, the youngest last. A copy of the model begins without any.
 
-    refused: why it has none, once that is known; lock: of whoever generates.
+    refused: why it has none, once that is known; lock: of whoever generates; prompts: the same for them.
     """
 
     refused: str | None = None
@@ -290,6 +315,7 @@ class _Kept(dict[tuple, Step]):
     def __init__(self) -> None:
         super().__init__()
         self.lock = threading.Lock()
+        self.prompts: dict[tuple, Prompt] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Kept:
         return _Kept()

@@ -15,7 +15,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from .._log import log_once
 from ..sparsify.blocks import named_blocks
 from .cache import StepCache
-from .merged import Merged, can_merge, may_merge, merged_projections
+from .merged import Merged, can_merge, may_merge, merged_projections, refresh
 
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,8 +41,7 @@ class KernelLayers:
         ]
 
     def begin(self) -> None:
-        for layer, merged, _ in self._layers:
-            merged.refresh(layer.self_attn)
+        refresh((merged, layer.self_attn) for layer, merged, _ in self._layers)
 
     def __call__(self, token: Tensor, position: Tensor, mask: Tensor) -> Tensor:
         from ..kernels.gpu.token import add_and_norm, attend, linear_of_few

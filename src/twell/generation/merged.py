@@ -6,6 +6,7 @@ whoever saves, shares or shards them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -19,14 +20,21 @@ class Merged(NamedTuple):
     bias: Tensor | None
     sizes: tuple[int, int, int]
 
-    def refresh(self, attention: nn.Module) -> None:
-        """Take the projections' values as they are now."""
+    def pairs(self, attention: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """Every part, and what it is a copy of."""
         projections = attention.q_proj, attention.k_proj, attention.v_proj
-        for place, one in enumerate(self.weight.split(self.sizes)):
-            one.copy_(projections[place].weight)
+        found = [(one, p.weight) for one, p in zip(self.weight.split(self.sizes), projections, strict=True)]
         if self.bias is not None:
-            for place, one in enumerate(self.bias.split(self.sizes)):
-                one.copy_(projections[place].bias)
+            found += [(one, p.bias) for one, p in zip(self.bias.split(self.sizes), projections, strict=True)]
+        return found
+
+
+def refresh(merged: Iterable[tuple[Merged, nn.Module]]) -> None:
+    """Take the values that the projections of these attentions have now."""
+    pairs = [pair for one, attention in merged for pair in one.pairs(attention)]
+    if pairs:
+        copies, originals = zip(*pairs, strict=True)
+        torch._foreach_copy_(copies, originals)  # in few launches
 
 
 def can_merge(attention: nn.Module) -> bool:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .._log import log_once
-from ..explanation import state_of
-from ..nn import SparseMLP
 from ..sparsify.blocks import named_blocks
 from .cache import StepCache
 from .decoder import decoder_of
+from .graphs import captured_graph, paths_of
 from .sampling import Sampling
 
 
@@ -114,19 +113,12 @@ class Step:
     def _capture(self) -> bool:
         if self._uncapturable:
             return False
-        graph = torch.cuda.CUDAGraph()
-        try:
-            stream = torch.cuda.Stream(self.token.device)  # torch's own is of the first device it served
-            # Other threads go on using the device meanwhile.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self.run()
-        except Exception as error:
+        graph, reason = captured_graph(self.run, self.token.device)
+        if graph is None:
             self._uncapturable = True
-            log_once(
-                f"generation launches step by step, since one cannot be captured: {error}".splitlines()[0]
-            )
+            log_once(f"generation launches step by step, since one cannot be captured: {reason}")
             return False
-        self._graph, self._captured = graph, self._paths()
+        self._graph, self._captured = graph, paths_of(self._blocks)
         return True
 
     @property
@@ -138,14 +130,5 @@ class Step:
         counts. Where they run otherwise than they were captured, the next replay captures again."""
         self.run()
         torch.cuda.synchronize(self.token.device)
-        if self._paths() != self._captured:
+        if paths_of(self._blocks) != self._captured:
             self._graph = None
-
-    def _paths(self) -> tuple[str, ...]:
-        """How the blocks ran last."""
-        return tuple(map(_path, self._blocks))
-
-
-def _path(block: SparseMLP) -> str:
-    state = state_of(block)
-    return "" if state is None else state.ran["forward"].path
