@@ -101,14 +101,14 @@ class Bench:
             options = {"cache_implementation": "static"} if name == STATIC else {}
             timings[name] = seconds_per_token(run(name, self.dense, **options), self.device, 2, self.new)
         generate.DEVICES = kept
-        first = [Timing(tuple(timed(runs[name], 1, self.device) for _ in range(12))) for name in runs]
-        self.record("first", batch, first[0], "s", DENSE, first[1], {})
         shape = {"sparse_calls": f"{sparse_share:.2f}"}
         for baseline in list(timings)[1:]:
             same = (outputs["ours"][:, PROMPT:] == outputs[baseline][:, PROMPT:]).float().mean().item()
             shape["same_tokens"] = f"{same:.3f}"
             part = self.part if baseline == DENSE else "stock"
             self.record(part, batch, timings["ours"], "s", baseline, timings[baseline], shape)
+        first = [Timing(tuple(timed(runs[name], 1, self.device) for _ in range(12))) for name in runs]
+        self.record("first", batch, first[0], "s", DENSE, first[1], {})
         if source is not None:
             spent = [self.millijoules(runs[name], batch, source) for name in ("ours", DENSE)]
             if None not in spent:
