@@ -1,4 +1,4 @@
-"""transformers' continuous batching (`generate_batch`) gives the tokens of stock `generate` of the dense twin."""
+"""transformers' continuous batching (`generate_batch`) gives the tokens of the dense twin's `generate`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SIZES = {
     "pad_token_id": 0,
 }
 # Without these, the cache takes more than half of the machine's memory.
-SMALL = {"num_blocks": 32, "block_size": 16, "max_batch_tokens": 64}
+SMALL = {"num_blocks": 16, "max_batch_tokens": 64}
 SPARSE = {
     "sparse llama": (SparseLlamaForCausalLM, SparseLlamaConfig, {}),
     "sparse qwen2": (SparseQwen2ForCausalLM, SparseQwen2Config, {"tie_word_embeddings": True}),
@@ -117,5 +117,7 @@ def test_more_requests_than_the_cache_holds(monkeypatch):
     monkeypatch.setenv("TWELL_PLAN", "row")
     model, dense = build("accelerated")
     asked = prompts(12)
-    limits = {"num_blocks": 8, "block_size": 16, "max_batch_tokens": 16}
-    assert batched(model, asked, limits) == greedy(dense, asked)
+    limits = {"num_blocks": 3, "max_batch_tokens": 16}
+    with twell.recorded_paths() as ran:
+        assert batched(model, asked, limits) == greedy(dense, asked)
+    assert max(piece.tokens for piece in ran) == 16
