@@ -7,6 +7,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 pytest.importorskip("fastapi", reason="make test-serving installs it")
 pytest.importorskip("uvicorn")
@@ -66,6 +67,27 @@ def batched(saved, tmp_path_factory):
 @pytest.fixture(scope="module", params=["one_by_one", "batched"])
 def server(request):
     return request.getfixturevalue(request.param)
+
+
+def test_models_are_loaded_as_generate_loads_them(saved, tmp_path, monkeypatch):
+    from twell.generation import CapturedGeneration
+    from twell.hf import serving
+    from twell.sparsify.blocks import named_blocks
+
+    build("relu").bfloat16().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    models = serving.Models(device="cpu", force_model=str(tmp_path / "model"))
+    (loaded,) = (timed.model for timed in models.loaded_models.values())
+    assert isinstance(loaded, CapturedGeneration)
+    assert len(named_blocks(loaded)) == 2
+    assert loaded.dtype == (torch.bfloat16 if torch.accelerator.is_available() else torch.float32)
+    models.shutdown()
+
+    def no_cache(_folder):
+        raise serving.CacheNotFound("nothing was downloaded", cache_dir="nowhere")
+
+    monkeypatch.setattr(serving.model_manager, "scan_cache_dir", no_cache)
+    assert serving.Models(device="cpu").get_gen_models() == []
 
 
 def test_it_says_what_it_runs(one_by_one):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .streaming import Stream
 
 DEFAULT_TOKENS = 64
+_FIRST_TOKENS_CPU = 2  # with the second, layers may measure which path pays
 
 
 def run_generate(
@@ -105,8 +106,9 @@ def _stream(model: Any, tokenizer: Any, batch: int, progress: Progress) -> Strea
     from .streaming import Stream
 
     progress.show("reading the prompt")
-    first = FIRST_TOKENS if model.device.type == "cuda" else 1
-    return Stream(tokenizer, batch, first, progress, "compiling kernels and capturing a step")
+    if model.device.type == "cuda":
+        return Stream(tokenizer, batch, FIRST_TOKENS, progress, "compiling kernels and capturing a step")
+    return Stream(tokenizer, batch, _FIRST_TOKENS_CPU, progress, "finding out what this CPU does fastest")
 
 
 def _generate(
@@ -166,8 +168,7 @@ def _pace(made: Sequence[int], seconds: float, start: float, stream: Stream) -> 
     if stream.made <= first:
         return f"{said}, the first after {times[1] - start:.2f} s"
     steady = sum(max(length - first, 0) for length in made) / (times[-1] - times[first])
-    which = "the first" if first == 1 else f"the first {first}"
-    return f"{said}: {which} after {times[first] - start:.2f} s, then {steady:.1f} tokens/s"
+    return f"{said}: the first {first} after {times[first] - start:.2f} s, then {steady:.1f} tokens/s"
 
 
 def _sparse_share(model: Any, steps: int, ran: Sequence[Ran]) -> str:

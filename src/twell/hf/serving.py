@@ -14,6 +14,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
+import torch
 import transformers
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -58,6 +59,13 @@ def stop() -> None:
 
 class Models(model_manager.ModelManager):
     """Loads models whose blocks run sparse, and lists the one that is served."""
+
+    @staticmethod
+    def _resolve_dtype(dtype: str | None) -> Any:
+        """CPUs compute in float32 unless told otherwise: many have no 16-bit units."""
+        if dtype in ("auto", None) and not torch.accelerator.is_available():
+            return torch.float32
+        return super(Models, Models)._resolve_dtype(dtype)
 
     def _load_model(self, *given: Any, **named: Any) -> PreTrainedModel:
         model = super()._load_model(*given, **named)
