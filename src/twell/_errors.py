@@ -20,6 +20,7 @@ EXTRAS = {
     "hf": ("transformers", "safetensors", "accelerate"),
     "train": ("tokenizers", "datasets", "pyarrow", "yaml"),
     "eval": ("lm_eval",),
+    "serve": ("fastapi", "uvicorn", "openai"),
     "vllm": ("vllm",),
 }
 

@@ -20,7 +20,7 @@ if "VLLM_CACHE_ROOT" not in os.environ:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory):
     """A folder with tiny models, by name, and their tokenizer."""
-    from .models import save_all
+    from ..serving.models import save_all
 
     root = tmp_path_factory.mktemp("models")
     save_all(root)

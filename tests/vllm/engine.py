@@ -16,7 +16,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from .models import NEW_TOKENS, POSITIONS, prompts
+from ..serving.models import NEW_TOKENS, POSITIONS, prompts
 
 
 @contextmanager

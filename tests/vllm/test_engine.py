@@ -22,8 +22,8 @@ from twell.vllm.block import BlockConfig, SparseBlock
 from twell.vllm.models import _distinguish_compiled_code
 
 from ..hf.test_spellings import release
+from ..serving.models import build, greedy, prompts
 from .engine import engine, generate
-from .models import build, greedy, prompts
 
 ASKED = prompts(8)
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("vllm", reason="vLLM is not installed here: make test-vllm installs it")
 openai = pytest.importorskip("openai")
 
-from .models import NEW_TOKENS, POSITIONS, greedy, prompts
-from .server import Server, ids_of
+from ..serving.models import NEW_TOKENS, POSITIONS, greedy, prompts
+from ..serving.server import Server, ids_of
 
 ASKED = prompts(32)
 

@@ -220,7 +220,12 @@ def generate(
     prompt: Annotated[str, Option(help="Text to continue.")],
     tokens: Annotated[int | None, Option(min=1, help="New tokens. Default: 64, or as many as fit.")] = None,
     temperature: Annotated[float, Option(min=0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    top_k: Annotated[int, Option(min=0, help="Sample from the best K tokens; 0: from all.")] = 0,
     top_p: Annotated[float, Option(min=0.01, max=1, help="Nucleus sampling threshold.")] = 0.95,
+    repetition_penalty: Annotated[
+        float, Option(min=0.01, help="Above 1, tokens that were there before are less likely.")
+    ] = 1.0,
+    batch: Annotated[int, Option(min=1, help="Texts to sample at once, printed when all are done.")] = 1,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
@@ -232,7 +237,10 @@ def generate(
         prompt=prompt,
         tokens=tokens,
         temperature=temperature,
+        top_k=top_k,
         top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        batch=batch,
         seed=seed,
         dtype=dtype,
     )

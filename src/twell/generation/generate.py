@@ -31,6 +31,7 @@ from .step import Step
 
 DEVICES = ("cuda",)  # where steps are captured
 _FIRST_STEPS = 3  # run before a step is captured: kernels are compiled and loaded, layers are read
+FIRST_TOKENS = _FIRST_STEPS + 2  # the prompt's, those of the first steps, the one after the capture
 _WORTH_CAPTURING = 8  # further tokens
 _LOOK_FOR_THE_END = 16  # steps between looks at what has ended, one of which may be waited for
 _LOOK_AGAIN = 512  # replayed steps after which layers are read again

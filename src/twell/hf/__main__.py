@@ -1,17 +1,18 @@
-"""`python -m twell.hf serve FOLDER ...` is `transformers serve FOLDER ...`, which then knows our models.
-
-transformers' server takes a model's class from its own package, by name.
-"""
+"""`python -m twell.hf serve FOLDER ...` is `transformers serve FOLDER ...` with our models: see `serving`."""
 
 from __future__ import annotations
 
-import transformers
-
-from .families import FAMILIES
-
 if __name__ == "__main__":
     from transformers.cli.transformers import main
+    from transformers.utils.import_utils import is_serve_available
 
-    for family in FAMILIES.values():
-        setattr(transformers, family.sparse_class.__name__, family.sparse_class)
-    main()
+    if is_serve_available():  # else transformers says what is missing
+        from .serving import prepare, stop
+
+        prepare()
+        try:
+            main()
+        finally:
+            stop()
+    else:
+        main()

@@ -65,9 +65,9 @@ class Server:
             return True
         return False
 
-    def stop(self) -> int:
+    def stop(self, how: signal.Signals = signal.SIGINT) -> int:
         """As Ctrl-C does; its exit status, once no process is left."""
-        self.process.send_signal(signal.SIGINT)
+        self.process.send_signal(how)
         self.process.wait(STOP_SECONDS)
         end = time.monotonic() + STOP_SECONDS
         while not self.group_is_gone():
