@@ -146,7 +146,7 @@ def text_windows(
     model: torch.nn.Module, tokenizer, documents: Iterable[str], sequence_length: int | None = None
 ) -> Iterator[list[int]]:
     """The windows of token ids that `evaluate_text` makes of documents."""
-    length = _window_length(model, sequence_length)
+    length = window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
     return _windows(_tokens(tokenizer, documents), length)
@@ -185,7 +185,8 @@ def check_ids(ids: Tensor, model: torch.nn.Module) -> None:
         reject("tokenizer", f"token {ids.max()}", f"ids below {vocabulary}, the vocabulary of the model")
 
 
-def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
+def window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
+    """Tokens of a window; None uses the model's positions, at most 1,024."""
     positions = getattr(model.config, "max_position_embeddings", 1024)
     length = min(positions, 1024) if sequence_length is None else sequence_length
     if not 2 <= length <= positions:

@@ -183,6 +183,40 @@ def explain(
 
 
 @app.command()
+def profile(
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+    text: Annotated[
+        list[str], Option(help="What to count on: a file, a folder, 'python' or hf:NAME; may be repeated.")
+    ],
+    out: Annotated[
+        Path | None, Option(help="New folder for profile.json and the plots. Default: a table only.")
+    ] = None,
+    tokens: Annotated[int | None, Option(min=2, help="Stop after this many tokens of text.")] = None,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens in a sequence. Default: the model's positions, at most 1024.")
+    ] = None,
+    batch: Annotated[int, Option(min=1, help="Sequences per batch.")] = 8,
+    sample: Annotated[int, Option(min=0, help="First tokens to keep one by one, for a heat map.")] = 256,
+    speed: Annotated[bool, Option(help="Time every layer against dense PyTorch on the first batch.")] = True,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Count how the neurons of a model behave on a text: how many fire, which, where, and what that gains."""
+    from .profile import run_profile
+
+    run_profile(
+        model=model,
+        text=text,
+        out=out,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        batch=batch,
+        sample=sample,
+        speed=speed,
+        dtype=dtype,
+    )
+
+
+@app.command()
 def prune(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
     text: Annotated[

@@ -36,12 +36,14 @@ class Source:
     fingerprint: Any
 
 
-def documents(config: DataConfig) -> Iterator[str]:
+def documents(config: DataConfig, longest: int | None = None) -> Iterator[str]:
     """The documents, without empty ones, as valid Unicode, always in the same order.
 
     A missing path fails here; reading starts with the iteration.
+    longest:  text files come in pieces of about this many bytes, cut after line ends, each like a document of
+              its own: a file of any size then takes little memory.
     """
-    return _not_empty([_found(name, config.text_field) for name in config.sources], config)
+    return _not_empty([_found(name, config.text_field, longest) for name in config.sources], config)
 
 
 def fingerprint(config: DataConfig) -> list[Any]:
@@ -78,14 +80,16 @@ def _valid(text: str) -> str:
     return text
 
 
-def _found(name: str, text_field: str) -> Source:
+def _found(name: str, text_field: str, longest: int | None = None) -> Source:
     if name == BUILT_IN:
         paths = built_in_files()
         return Source(read=lambda: _read_whole(paths), fingerprint=[sys.version, *map(_stat, paths)])
     if name.startswith(HUB_PREFIX):
         return _hub(name, text_field)
     paths = _paths(name)
-    return Source(read=lambda: _read_all(paths, text_field), fingerprint=[_stat(path) for path in paths])
+    return Source(
+        read=lambda: _read_all(paths, text_field, longest), fingerprint=[_stat(path) for path in paths]
+    )
 
 
 def _read_whole(paths: list[Path]) -> Iterator[str]:
@@ -93,9 +97,9 @@ def _read_whole(paths: list[Path]) -> Iterator[str]:
         yield path.read_bytes().decode("utf-8", errors="replace")
 
 
-def _read_all(paths: list[Path], text_field: str) -> Iterator[str]:
+def _read_all(paths: list[Path], text_field: str, longest: int | None) -> Iterator[str]:
     for path in paths:
-        yield from readers.read(path, text_field)
+        yield from readers.read(path, text_field, longest)
 
 
 def _paths(name: str) -> list[Path]:
