@@ -173,7 +173,7 @@ def test_ctrl_c_keeps_what_was_counted(saved, tmp_path, monkeypatch):
 
 
 def test_text_that_breaks_off_keeps_what_was_counted(saved, tmp_path):
-    root, corpus = saved
+    root, _ = saved
     good = json.dumps({"text": "def main():\n    return 3\n" * 60})
     (tmp_path / "broken.jsonl").write_text(f"{good}\n{good}\nnot json\n")
     options = ("--sequence-length", 16, "--batch", 2, "--no-speed")

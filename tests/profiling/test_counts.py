@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -91,7 +93,7 @@ def test_overlap_is_of_neighbours_in_a_sequence():
         counts.add(part, ordered=True)
     kept, jaccard = [], []
     for sequence in whole:
-        for before, now in zip(sequence, sequence[1:], strict=False):
+        for before, now in pairwise(sequence):
             both, either = (before & now).sum().item(), (before | now).sum().item()
             kept.append(both / now.sum().item() if now.any() else 1.0)
             jaccard.append(both / either if either else 1.0)

@@ -86,11 +86,12 @@ def tune(
     quick: Annotated[
         bool, Option("--quick", help="GPU: fewer token counts, repetitions. CPU: fewer dtypes, one layout.")
     ] = False,
+    training: Annotated[bool, Option("--training", help="Measure training steps instead; GPU only.")] = False,
 ) -> None:
     """Measure where sparse beats dense on this machine and store the limits for automatic plans."""
     from .tune import run_tune
 
-    run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick)
+    run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick, training=training)
 
 
 class _WithSettings(TyperCommand):

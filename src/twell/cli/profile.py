@@ -1,4 +1,4 @@
-"""`twell profile`: counts how the neurons of a model behave on a text; shows a table, writes JSON and plots."""
+"""`twell profile`: counts how the neurons of a model behave on a text; a table, JSON and plots."""
 
 from __future__ import annotations
 
@@ -153,18 +153,16 @@ def _show_lines(console: Console, profile: Profile) -> None:
     if speeds:
         place = profile.hardware.get("gpu") or "the CPU"
         console.print(
-            f"'sparse' is the {speeds[0].sparse_path} path and 'auto' an automatic plan against dense PyTorch, "
+            f"'sparse' is the {speeds[0].sparse_path} path and 'auto' an automatic plan, over dense PyTorch; "
             f"{speeds[0].tokens:,} tokens on {place}.{_correlation(profile)}",
             **_PLAIN,
         )
     if profile.mean_share > _HARDLY_SPARSE:
         slower = sum(speed.sparse_speedup < 1 for speed in speeds)
-        measured = (
-            f"; {slower} of {len(speeds)} layers are slower than dense on the sparse path" if speeds else ""
-        )
+        measured = f"; {slower} of {len(speeds)} layers run slower than dense on that path" if speeds else ""
         console.print(
-            f"This model is hardly sparse: {profile.mean_share:.0%} of its neurons are active for a token{measured}. "
-            "Training with an L1 penalty makes it sparser (docs/recipe.md).",
+            f"This model is hardly sparse: a token activates {profile.mean_share:.0%} of the neurons"
+            f"{measured}. Training with an L1 penalty makes it sparser (docs/recipe.md).",
             **_PLAIN,
         )
 

@@ -94,7 +94,10 @@ def profile_model(
 
 
 class _Sequences:
-    """Windows of `length` tokens, up to the one that reaches `max_tokens`. left_over: tokens of shorter ones."""
+    """Windows of `length` tokens, up to the one that reaches `max_tokens`.
+
+    left_over:  tokens of shorter windows.
+    """
 
     def __init__(self, windows: Iterable[list[int]], length: int, max_tokens: int | None) -> None:
         self._windows, self._length, self._most = windows, length, max_tokens

@@ -1,4 +1,4 @@
-"""What `profile.json` holds. Reports are built on it: fields are added, never renamed; see docs/profile.md."""
+"""What `profile.json` holds. Reports build on it: fields are added, never renamed. See docs/profile.md."""
 
 from __future__ import annotations
 
