@@ -218,6 +218,50 @@ def profile(
 
 
 @app.command()
+def verify(
+    model: Annotated[str, Argument(help="SakanaAI/SparseLM1.5B or another of the paper's, or a folder.")],
+    text: Annotated[
+        list[str] | None,
+        Option(help="Text to count active neurons on; may be repeated. Default: the paper's corpus."),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None, Option(help="An lm-eval task; may be repeated. Default: the paper's seven.")
+    ] = None,
+    include: Annotated[Path | None, Option(help="Folder of your own lm-eval tasks.")] = None,
+    expect: Annotated[
+        list[str] | None,
+        Option(help="nnz=NUMBER or accuracy=PERCENT, in place of the paper's figures; may be repeated."),
+    ] = None,
+    skip: Annotated[list[str] | None, Option(help="text or tasks: leave these out.")] = None,
+    tokens: Annotated[int, Option(min=2, help="Tokens of text.")] = 262_144,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens in a sequence. Default: the model's positions, at most 1024.")
+    ] = None,
+    batch: Annotated[int, Option(min=1, help="Sequences per batch.")] = 8,
+    limit: Annotated[int | None, Option(min=1, help="Examples per task, for a quick look.")] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    out: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
+) -> None:
+    """Compare a released checkpoint with published figures: active neurons per layer, accuracy on tasks."""
+    from .verify import run_verify
+
+    run_verify(
+        model=model,
+        text=text or [],
+        tasks=tasks or [],
+        include=include,
+        expect=expect or [],
+        skip=skip or [],
+        tokens=tokens,
+        sequence_length=sequence_length,
+        batch=batch,
+        limit=limit,
+        dtype=dtype,
+        out=out,
+    )
+
+
+@app.command()
 def prune(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
     text: Annotated[

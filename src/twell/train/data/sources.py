@@ -160,6 +160,16 @@ def _read_hub(name: str, dataset: str, config: str, split: str, text_field: str)
     try:
         records = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.source: cannot open {name!r}: {error}") from error
+        raise ValueError(f"data.source: cannot open {name!r}: {error}{_how_to_get(dataset)}") from error
     for number, record in enumerate(records, start=1):
         yield readers.text_of(record, text_field, f"{name}, record {number}")
+
+
+def _how_to_get(dataset: str) -> str:
+    """What to do about a dataset that is neither on disk nor within reach."""
+    if Path(dataset).is_dir():
+        return ""
+    return (
+        f"; get it where the Hub can be reached (`hf download {dataset} --repo-type dataset --local-dir "
+        "FOLDER`), then set data.source=hf:FOLDER"
+    )
