@@ -31,7 +31,7 @@ PLOTS = {"layers", "firing_rates", "positions", "unions", "overflow", "speed", "
 
 
 def run(*arguments, **options):
-    runner = CliRunner(env={"COLUMNS": "200"})
+    runner = CliRunner(env={"COLUMNS": "80"})
     return runner.invoke(app, ["profile", *map(str, arguments)], catch_exceptions=False, **options)
 
 
@@ -121,8 +121,9 @@ class TestFigures:
         output, folder = profiled[name]
         profile = read_profile(folder / "profile.json")
         rows = [line for line in output.splitlines() if line.startswith("│")]
-        assert len(rows) == len(profile.layers) == 2
+        assert len(rows) == 2 * len(profile.layers) == 4  # two tables
         assert f" {profile.layers[0].nnz.mean:.1f} " in rows[0]
+        assert "…" not in output
         assert "hardly sparse" in output  # half of the neurons that are alive fire
         assert {path.stem for path in folder.glob("*.png")} == PLOTS
         for path in folder.glob("*.png"):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 4 << 20  # of a long text file that is in memory at a time
 _HARDLY_SPARSE = 0.1  # share of active neurons: published ReLU models have up to this, the paper's 0.5%
+_SHOWN_UNIONS = (8, 32, 128, 256)
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
@@ -103,49 +104,53 @@ def stopping_after_a_batch(console: Console) -> Iterator[Callable[[], bool]]:
 
 
 def _show(console: Console, profile: Profile) -> None:
-    table = Table(title=f"{profile.tokens:,} tokens in sequences of {profile.sequence_length:,}")
-    table.title_justify = "left"
-    timed = any(layer.speed is not None for layer in profile.layers)
-    columns = ["layer", "nnz", "of", "p50", "p99", "max", "dead", "first token"]
-    columns += ["union 8", "128", "shared", "overflow"]
-    for name in [*columns, *(["sparse", "auto"] if timed else [])]:
-        table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
-    sizes = profile.union_sizes
+    title = f"{profile.tokens:,} tokens in sequences of {profile.sequence_length:,}"
+    counts = _table("layer", "nnz", "of", "p50", "p99", "max", "dead", "first token", title=title)
     for number, layer in enumerate(profile.layers):
         nnz = layer.nnz
-        unions = [layer.union[sizes.index(size)] for size in (8, 128)]
-        cells = [
+        counts.add_row(
             str(number),
             f"{nnz.mean:.1f}",
             f"{layer.neurons:,}",
             *(f"{value:,}" for value in (nnz.p50, nnz.p99, nnz.max)),
             f"{layer.firing.dead / layer.neurons:.1%}",
             "-" if layer.nnz_by_position is None else f"{layer.nnz_by_position[0]:.0f}",
+        )
+    console.print(counts)
+    timed = any(layer.speed is not None for layer in profile.layers)
+    sizes = [size for size in profile.union_sizes if size in _SHOWN_UNIONS]
+    columns = ["layer", *(f"union {size}" for size in sizes), "shared", "overflow"]
+    shared = _table(*columns, *(("sparse", "auto") if timed else ()))
+    for number, layer in enumerate(profile.layers):
+        unions = [layer.union[profile.union_sizes.index(size)] for size in sizes]
+        speed = layer.speed
+        shared.add_row(
+            str(number),
             *("-" if union is None else f"{union:,.0f}" for union in unions),
             "-" if layer.overlap is None else f"{layer.overlap.kept:.0%}",
             f"{layer.overflow.by_compression[-1].rows:.2%}",
-        ]
-        if layer.speed is not None:
-            cells += [f"{layer.speed.sparse_speedup:.2f}x", f"{layer.speed.auto_speedup:.2f}x"]
-        table.add_row(*cells)
-    console.print(table)
+            *(() if speed is None else (f"{speed.sparse_speedup:.2f}x", f"{speed.auto_speedup:.2f}x")),
+        )
+    console.print(shared)
     for name, why in profile.skipped.items():
         console.print(f"not counted: {name}: {why}", **_PLAIN)
     _show_words(console, profile)
     _show_lines(console, profile)
 
 
+def _table(*columns: str, title: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == "layer" else "right", no_wrap=True)
+    return table
+
+
 def _show_words(console: Console, profile: Profile) -> None:
     """The entries of the vocabulary that wake most and fewest neurons."""
     for name, tokens in (("most", profile.most), ("fewest", profile.fewest)):
         if tokens:
-            words = "  ".join(f"{escape(ascii_safe(token.text))} [dim]{token.nnz:.0f}[/]" for token in tokens)
+            words = "  ".join(f"{escape(repr(token.text))} [dim]{token.nnz:.0f}[/]" for token in tokens)
             console.print(f"{name} active: {words}", highlight=False, soft_wrap=True)
-
-
-def ascii_safe(text: str) -> str:
-    """A token between quotes, so that spaces and line ends show."""
-    return repr(text)
 
 
 def _show_lines(console: Console, profile: Profile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -141,13 +142,16 @@ class _Counting:
         vocabulary = model.get_input_embeddings().num_embeddings
         self._vocabulary = VocabularyCounts(vocabulary)
         self._tokens = 0
+        # Nobody reads the logits, which may take more memory than all else.
+        accepts = inspect.signature(model.forward).parameters
+        self._options = {"use_cache": False} | ({"logits_to_keep": 1} if "logits_to_keep" in accepts else {})
 
     def add(self, ids: Tensor) -> None:
         device = next(self._model.parameters()).device
         for watched in self._watched:
             watched.begin(ids)
         looks = [(watched.block, watched.look) for watched in self._watched]
-        run_observed(self._model, {"input_ids": ids.to(device), "use_cache": False}, looks)
+        run_observed(self._model, {"input_ids": ids.to(device), **self._options}, looks)
         seen = [nnz for watched in self._watched if (nnz := watched.finish()) is not None]
         if seen:
             self._vocabulary.add(torch.stack(seen).double().mean(0), ids)
