@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 4 << 20  # of a long text file that is in memory at a time
 _HARDLY_SPARSE = 0.1  # share of active neurons: published ReLU models have up to this, the paper's 0.5%
-_SHOWN_UNIONS = (8, 32, 128, 256)
+_SHOWN_UNIONS = (8, 128, 256)
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
