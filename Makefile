@@ -34,7 +34,7 @@ test: $(READY)  ## run the tests that need no GPU
 test-families: $(READY)  ## sparsify every language model of transformers, tiny (3 to 7 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m families tests/sparsify/test_families.py
 
-test-targets: $(READY)  ## compile the kernels for sm_89, sm_100 and sm_120, too; no GPU needed (2 minutes)
+test-targets: $(READY)  ## compile the kernels for sm_89, sm_100 and sm_120, too; no GPU needed (3 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m targets tests/kernels/gpu/test_compile.py
 
 # An environment of its own: vLLM pins torch and much else. It asks for torchvision, torchaudio and torchcodec
