@@ -11,7 +11,7 @@ VLLM_READY := .venv-vllm/.ready
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-families test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo test test-families test-targets test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -36,6 +36,9 @@ test-families: $(READY)  ## sparsify every language model of transformers, tiny 
 
 test-serving: $(READY)  ## ask transformers' server, with our models, as clients do (1 minute)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m serving tests/serving
+
+test-targets: $(READY)  ## compile the kernels for sm_89, sm_100 and sm_120, too; no GPU needed (3 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m targets tests/kernels/gpu/test_compile.py
 
 # An environment of its own: vLLM pins torch and much else. It asks for torchvision, torchaudio and torchcodec
 # as well, whose builds do not fit torch's CPU build and fail when transformers imports them.

@@ -38,6 +38,8 @@ LAYERS = [
     {"plots"},
     {"train"},
     {"evaluation"},
+    {"profiling"},
+    {"verification"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -6,8 +6,9 @@ kind (dtype, layout, size, threads) has to choose.
 
 GPU: a neuron counts as active if any token of a block activates it. Built-in limits were measured on an H200
 (bf16, GPU time; decode at four shapes, 768 to 8,191 tokens at D 2048, H 5632 only). `twell tune` measures the
-GPU at hand and stores its limits in the cache folder, by GPU, version and shape. GPUs that are neither Hopper
-nor tuned run dense. `policy/gpu` says which GPUs may use the built-in limits, and has the limits of training.
+GPU at hand and stores its limits in the cache folder, by GPU, version and shape; `twell tune --training` does
+so for training steps. GPUs that are neither Hopper nor tuned run dense. `policy/gpu` says which GPUs may use
+the built-in limits, and has the built-in limits of training.
 """
 
 from __future__ import annotations
@@ -193,15 +194,17 @@ _OTHER = {1: 0.0}
 
 
 class Shape(NamedTuple):
-    """The key of tuned limits: D, H and whether the block has a gate."""
+    """The key of tuned limits: D, H, whether the block has a gate, and whether they are of training steps."""
 
     hidden: int
     neurons: int
     gated: bool
+    training: bool = False
 
     @property
     def name(self) -> str:
-        return f"{self.hidden}x{self.neurons}{'' if self.gated else ' plain'}"
+        kind = f"{'' if self.gated else ' plain'}{' training' if self.training else ''}"
+        return f"{self.hidden}x{self.neurons}{kind}"
 
 
 def share_limit(gpu: str, measured: bool, shape: Shape, tokens: int) -> float:
@@ -210,7 +213,17 @@ def share_limit(gpu: str, measured: bool, shape: Shape, tokens: int) -> float:
     measured: whether Hopper's built-in limits apply where this very shape was not tuned; else 0.
     """
     built_in = _built_in(shape.hidden) if measured else _OTHER
-    table = _tuned(gpu).get(shape.name) or built_in
+    return _at(_tuned(gpu).get(shape.name) or built_in, tokens)
+
+
+def training_limit(gpu: str, shape: Shape, tokens: int) -> float | None:
+    """The share up to which training steps of `tokens` tokens run sparse; None if this was not tuned."""
+    table = _tuned(gpu).get(shape._replace(training=True).name)
+    return None if not table else _at(table, tokens)
+
+
+def _at(table: dict[int, float], tokens: int) -> float:
+    """The entry of the nearest smaller count; fewer tokens than any take the first."""
     known = [count for count in table if count <= max(tokens, min(table))]
     return table[max(known)]
 

@@ -57,7 +57,17 @@ def _require_causal(path: str, source: str) -> None:
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    config = AutoConfig.from_pretrained(source)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except OSError as error:
+        if Path(source).is_dir():
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        accepted = (
+            "a folder, or a name on a Hub that can be reached; elsewhere, get it with "
+            "`hf download NAME --local-dir FOLDER`"
+        )
+        reject("model", f"{path!r}, which could not be loaded ({reason})", accepted)
     kind = next(iter(config.architectures or []), f"model of type {config.model_type}")
     found, accepted = f"{path!r}, a {kind}", "a causal language model"
     if config.is_encoder_decoder:
@@ -146,7 +156,7 @@ def text_windows(
     model: torch.nn.Module, tokenizer, documents: Iterable[str], sequence_length: int | None = None
 ) -> Iterator[list[int]]:
     """The windows of token ids that `evaluate_text` makes of documents."""
-    length = _window_length(model, sequence_length)
+    length = window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
     return _windows(_tokens(tokenizer, documents), length)
@@ -185,7 +195,8 @@ def check_ids(ids: Tensor, model: torch.nn.Module) -> None:
         reject("tokenizer", f"token {ids.max()}", f"ids below {vocabulary}, the vocabulary of the model")
 
 
-def _window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
+def window_length(model: torch.nn.Module, sequence_length: int | None) -> int:
+    """Tokens of a window; None uses the model's positions, at most 1,024."""
     positions = getattr(model.config, "max_position_embeddings", 1024)
     length = min(positions, 1024) if sequence_length is None else sequence_length
     if not 2 <= length <= positions:
@@ -264,29 +275,56 @@ def evaluate_tasks(
     include: Path | None = None,
     batch: int = 8,
     limit: int | None = None,
+    missing: dict[str, str] | None = None,
 ) -> dict[str, float]:
     """task -> accuracy, through lm-eval; "paper" stands for the paper's seven tasks.
 
     include:  a folder of your own task definitions.
     limit:    examples per task; None runs all.
+    missing:  takes the tasks that cannot be run, and why; None raises at the first.
     Public tasks download their datasets.
     """
     try:
         from lm_eval import simple_evaluate
         from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise missing_extra("tasks need lm-eval", "eval") from error
     names = [name for task in tasks for name in (PAPER_TASKS if task == "paper" else (task,))]
-    manager = TaskManager(include_path=None if include is None else str(include))
+    manager = _task_manager(names, include)
     unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
+    if unknown and missing is None:
         reject("tasks", ", ".join(unknown), "names of lm-eval's tasks, or 'paper'")
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
-    results = simple_evaluate(
-        model=harness, tasks=names, task_manager=manager, limit=limit, bootstrap_iters=0
-    )
-    return {name: _accuracy(name, results["results"][name]) for name in names}
+
+    def run(names: list[str]) -> dict[str, float]:
+        options = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0}
+        results = simple_evaluate(model=harness, tasks=names, **options)
+        return {name: _accuracy(name, results["results"][name]) for name in names}
+
+    if missing is None:
+        return run(names)
+    missing |= dict.fromkeys(unknown, "lm-eval has no such task")
+    found: dict[str, float] = {}
+    for name in names:
+        if name not in unknown:
+            try:
+                found |= run([name])
+            except (ImportError, OSError, ValueError) as error:
+                missing[name] = str(error).strip().partition("\n")[0] or type(error).__name__
+    return found
+
+
+def _task_manager(names: list[str], include: Path | None) -> Any:
+    """lm-eval's tasks and those in `include`; reading lm-eval's takes ten seconds, so only if they are
+    needed."""
+    from lm_eval.tasks import TaskManager
+
+    folder = None if include is None else str(include)
+    if folder is not None:
+        own = TaskManager(include_path=folder, include_defaults=False)
+        if set(names) <= set(own.all_tasks):
+            return own
+    return TaskManager(include_path=folder)
 
 
 def _accuracy(name: str, metrics: dict[str, Any]) -> float:

@@ -135,7 +135,7 @@ def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> d
     """Median seconds of a call, of dense PyTorch and with the block's plan, by turns."""
     layer = block._own_layer()
     calls = {
-        "dense": lambda: _dense(x, weights, block.activation),
+        "dense": lambda: dense_as_stock(x, weights, block.activation),
         "ours": lambda: run_ffn((x, *weights), block.activation, block.plan, record=False, layer=layer),
     }
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -148,7 +148,7 @@ def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> d
     return {name: median(values) for name, values in seconds.items()}
 
 
-def _dense(x: Tensor, weights: tuple[Tensor | None, ...], activation: Activation) -> Tensor:
+def dense_as_stock(x: Tensor, weights: tuple[Tensor | None, ...], activation: Activation) -> Tensor:
     """As stock modules compute it."""
     up, down, gate, up_bias, down_bias, gate_bias = weights
     hidden = linear(x, up, up_bias)

@@ -8,8 +8,8 @@ from typing import Any
 
 from ._errors import missing_extra
 
-_INK = "#1f2933"
-_MUTED = "#7b8794"
+INK = "#1f2933"
+MUTED = "#7b8794"
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626")
 
 
@@ -22,15 +22,15 @@ def speedup_bars(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Draw horizontal bars, one per case (label -> times faster than dense)."""
-    figure, axes = _figure(title, subtitle, height=1.6 + 0.5 * len(speedups))
+    figure, axes = new_figure(title, subtitle, height=1.6 + 0.5 * len(speedups))
     labels = list(speedups)[::-1]
     values = [speedups[label] for label in labels]
     bars = axes.barh(labels, values, color=_COLOURS[0], height=0.6)
-    axes.bar_label(bars, [f"{value:.2f}x" for value in values], padding=4, color=_INK)
-    axes.axvline(1, color=_MUTED, linewidth=1, linestyle="--")
+    axes.bar_label(bars, [f"{value:.2f}x" for value in values], padding=4, color=INK)
+    axes.axvline(1, color=MUTED, linewidth=1, linestyle="--")
     axes.set_xlim(0, max(*values, 1) * 1.15)
-    axes.set_xlabel("times faster than dense PyTorch (dashed: dense)", color=_MUTED)
-    _save(figure, path, metadata)
+    axes.set_xlabel("times faster than dense PyTorch (dashed: dense)", color=MUTED)
+    save_figure(figure, path, metadata)
 
 
 def speedup_curves(
@@ -47,7 +47,7 @@ def speedup_curves(
     shares:  active neurons are given as shares of all neurons and shown in percent; False: as counts.
     """
     scale, suffix = (100, "%") if shares else (1, "")
-    figure, axes = _figure(title, subtitle, height=4.2)
+    figure, axes = new_figure(title, subtitle, height=4.2)
     for colour, (name, points) in zip(_COLOURS, curves.items(), strict=False):
         active, values = zip(*sorted(points), strict=True)
         axes.plot(
@@ -59,14 +59,14 @@ def speedup_curves(
             color=colour,
             label=name,
         )
-    axes.axhline(1, color=_MUTED, linewidth=1, linestyle="--")
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{suffix}")
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("active neurons per token", color=_MUTED)
-    axes.set_ylabel("times faster than dense", color=_MUTED)
-    axes.legend(frameon=False, labelcolor=_INK)
-    _save(figure, path, metadata)
+    axes.set_xlabel("active neurons per token", color=MUTED)
+    axes.set_ylabel("times faster than dense", color=MUTED)
+    axes.legend(frameon=False, labelcolor=INK)
+    save_figure(figure, path, metadata)
 
 
 def training_curves(
@@ -83,9 +83,9 @@ def training_curves(
     """
     sparse = any("nnz" in line for lines in runs.values() for line in lines)
     figure = figure_class()(figsize=(7.6, 6.2 if sparse else 3.8), dpi=144, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     panels = figure.subplots(2 if sparse else 1, 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].set_title(subtitle, loc="left", fontsize=9, color=_MUTED)
+    panels[0].set_title(subtitle, loc="left", fontsize=9, color=MUTED)
     for axes, value, label in zip(
         panels, ("ce_loss", "nnz"), ("cross-entropy", "active neurons per token"), strict=False
     ):
@@ -95,28 +95,28 @@ def training_curves(
                 tokens, values = zip(*points, strict=True)
                 colour = _COLOURS[index % len(_COLOURS)]
                 axes.plot([t / 1e6 for t in tokens], values, color=colour, linewidth=1.8, label=name)
-        axes.set_ylabel(label, color=_MUTED)
+        axes.set_ylabel(label, color=MUTED)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=_INK, labelsize=9)
+        axes.tick_params(colors=INK, labelsize=9)
     if sparse:
         panels[1].set_yscale("log")
-    panels[-1].set_xlabel("million tokens", color=_MUTED)
+    panels[-1].set_xlabel("million tokens", color=MUTED)
     if len(runs) > 1:
-        panels[0].legend(frameon=False, labelcolor=_INK)
-    _save(figure, path, metadata)
+        panels[0].legend(frameon=False, labelcolor=INK)
+    save_figure(figure, path, metadata)
 
 
-def _figure(title: str, subtitle: str, *, height: float) -> tuple[Any, Any]:
+def new_figure(title: str, subtitle: str, *, height: float) -> tuple[Any, Any]:
     figure = figure_class()(figsize=(7.6, height), dpi=144, layout="constrained")
     axes = figure.add_subplot()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    axes.set_title(subtitle, loc="left", fontsize=9, color=_MUTED)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    axes.set_title(subtitle, loc="left", fontsize=9, color=MUTED)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=9)
+    axes.tick_params(colors=INK, labelsize=9)
     return figure, axes
 
 
-def _save(figure: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> None:
+def save_figure(figure: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> None:
     figure.savefig(path, metadata=dict(metadata or {}), facecolor="white")
 
 

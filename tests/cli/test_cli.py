@@ -70,6 +70,11 @@ def test_tune_on_a_cpu(options, rows, monkeypatch):
     assert ("float64" in output) == (options == ())
 
 
+def test_tuning_of_training_needs_a_gpu():
+    with pytest.raises(ValueError, match=r"--training: got a CPU; accepted: with a GPU only"):
+        run("tune", "--training", "--device", "cpu")
+
+
 def test_the_help_of_train_lists_every_setting():
     pytest.importorskip("yaml")
     from twell.train.config import RunConfig, meanings

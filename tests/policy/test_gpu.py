@@ -408,6 +408,26 @@ class TestTraining:
     def test_other_gpus(self, device, layer):
         device.target = AMPERE
         assert run(call(2 * PREFILL), layer, training=True) == DENSE
+        assert "twell tune --training --hidden 2048 --neurons 5632" in layer.ran["forward"].reason
+
+    @pytest.mark.parametrize("gpu_at_hand", [AMPERE, HOPPER], ids=["ampere", "hopper"])
+    def test_tuned_limits_decide(self, device, layer, gpu_at_hand):
+        """On any GPU, for any number of tokens, and at shapes that nobody has measured."""
+        device.target = gpu_at_hand
+        shape = crossover.Shape(2056, H, True, training=True)
+        crossover.store(gpu_at_hand.name, shape, {1: 0.0, 256: 0.2, 4096: 0.4})
+        few, some, many = (call(tokens, hidden=2056) for tokens in (128, 512, 4096))
+        assert run(few, layer, training=True) == DENSE
+        assert "slower when tuned" in layer.ran["forward"].reason
+        for args, enter in ((some, 0.2), (many, 0.4)):
+            assert run(args, layer, training=True) == READ
+            for share, sparse in ((enter + 0.01, False), (enter, True), (enter * 1.09, True), (0.5, False)):
+                reading = know(args, layer, share, training=True)
+                reading._calls, reading._next = 10, 20
+                assert (decision_of(args, layer, training=True).path == "block") == sparse
+        other = call(2 * PREFILL)  # another shape: as if nothing had been tuned
+        expected = READ if gpu_at_hand is HOPPER else DENSE
+        assert run(other, layer, training=True) == expected
 
     def test_the_backward_goes_by_the_forward(self, layer):
         args = call(2 * PREFILL)

@@ -27,6 +27,7 @@ def test_the_presets_of_the_paper(name, layers, steps):
     assert (config.model.hidden_size, config.model.intermediate_size) == (2048, 5632)
     assert (config.model.layers, config.train.steps) == (layers, steps)
     assert config.tokens_per_step == 1_048_576
+    assert config.data.source == "hf:skymizer/fineweb-edu-dedup-45B"
     assert config.recipe.l1 == 2e-5
 
 

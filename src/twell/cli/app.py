@@ -86,11 +86,12 @@ def tune(
     quick: Annotated[
         bool, Option("--quick", help="GPU: fewer token counts, repetitions. CPU: fewer dtypes, one layout.")
     ] = False,
+    training: Annotated[bool, Option("--training", help="Measure training steps instead; GPU only.")] = False,
 ) -> None:
     """Measure where sparse beats dense on this machine and store the limits for automatic plans."""
     from .tune import run_tune
 
-    run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick)
+    run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick, training=training)
 
 
 class _WithSettings(TyperCommand):
@@ -179,6 +180,84 @@ def explain(
 
     run_explain(
         model=model, text=text, tokens=tokens, sequence_length=sequence_length, dtype=dtype, save=save
+    )
+
+
+@app.command()
+def profile(
+    model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
+    text: Annotated[
+        list[str], Option(help="What to count on: a file, a folder, 'python' or hf:NAME; may be repeated.")
+    ],
+    out: Annotated[
+        Path | None, Option(help="New folder for profile.json and the plots. Default: a table only.")
+    ] = None,
+    tokens: Annotated[int | None, Option(min=2, help="Stop after this many tokens of text.")] = None,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens in a sequence. Default: the model's positions, at most 1024.")
+    ] = None,
+    batch: Annotated[int, Option(min=1, help="Sequences per batch.")] = 8,
+    sample: Annotated[int, Option(min=0, help="First tokens to keep one by one, for a heat map.")] = 256,
+    speed: Annotated[bool, Option(help="Time every layer against dense PyTorch on the first batch.")] = True,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Count how the neurons of a model behave on a text: how many fire, which, where, and what that gains."""
+    from .profile import run_profile
+
+    run_profile(
+        model=model,
+        text=text,
+        out=out,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        batch=batch,
+        sample=sample,
+        speed=speed,
+        dtype=dtype,
+    )
+
+
+@app.command()
+def verify(
+    model: Annotated[str, Argument(help="SakanaAI/SparseLM1.5B or another of the paper's, or a folder.")],
+    text: Annotated[
+        list[str] | None,
+        Option(help="Text to count active neurons on; may be repeated. Default: the paper's corpus."),
+    ] = None,
+    tasks: Annotated[
+        list[str] | None, Option(help="An lm-eval task; may be repeated. Default: the paper's seven.")
+    ] = None,
+    include: Annotated[Path | None, Option(help="Folder of your own lm-eval tasks.")] = None,
+    expect: Annotated[
+        list[str] | None,
+        Option(help="nnz=NUMBER or accuracy=PERCENT, in place of the paper's figures; may be repeated."),
+    ] = None,
+    skip: Annotated[list[str] | None, Option(help="text or tasks: leave these out.")] = None,
+    tokens: Annotated[int, Option(min=2, help="Tokens of text.")] = 262_144,
+    sequence_length: Annotated[
+        int | None, Option(min=2, help="Tokens in a sequence. Default: the model's positions, at most 1024.")
+    ] = None,
+    batch: Annotated[int, Option(min=1, help="Sequences per batch.")] = 8,
+    limit: Annotated[int | None, Option(min=1, help="Examples per task, for a quick look.")] = None,
+    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    out: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
+) -> None:
+    """Compare a released checkpoint with published figures: active neurons per layer, accuracy on tasks."""
+    from .verify import run_verify
+
+    run_verify(
+        model=model,
+        text=text or [],
+        tasks=tasks or [],
+        include=include,
+        expect=expect or [],
+        skip=skip or [],
+        tokens=tokens,
+        sequence_length=sequence_length,
+        batch=batch,
+        limit=limit,
+        dtype=dtype,
+        out=out,
     )
 
 

@@ -10,21 +10,27 @@ from rich.table import Table
 from .._errors import reject
 from ..crossover import cache_file
 from ..kernels.cpu.measurements import measurements_file
-from ..measure.tune import SHARES, TOKENS, CpuLimits, tune_cpu, tune_gpu
+from ..measure.tune import SHARES, TOKENS, TRAINING_TOKENS, CpuLimits, tune_cpu, tune_gpu, tune_training
 
 _QUICK_TOKENS = (1, 8, 64, 65, 1024, 8192)
+_QUICK_TRAINING_TOKENS = (1024, 4096, 16384)
 
 
-def run_tune(*, device: str | None, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
+def run_tune(
+    *, device: str | None, hidden: int, neurons: int, gated: bool, quick: bool, training: bool = False
+) -> None:
     """Measure, store and show the limits of `device`; None means the GPU if there is one."""
     chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if chosen not in ("cpu", "cuda") or (chosen == "cuda" and not torch.cuda.is_available()):
         reject("--device", chosen, "cpu, or cuda where torch sees a GPU")
+    if training and chosen == "cpu":
+        accepted = "with a GPU only: on a CPU every training step looks at its own activations"
+        reject("--training", "a CPU", accepted)
     console = Console()
     if chosen == "cpu":
         _tune_cpu(console, hidden, neurons, gated, quick)
     else:
-        _tune_gpu(console, hidden, neurons, gated, quick)
+        _tune_gpu(console, hidden, neurons, gated, quick, training)
 
 
 def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
@@ -48,8 +54,11 @@ def _tune_cpu(console: Console, hidden: int, neurons: int, gated: bool, quick: b
     console.print(f"Threads: {torch.get_num_threads()}. Limits {place}.")
 
 
-def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool) -> None:
-    tokens = _QUICK_TOKENS if quick else TOKENS
+def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: bool, training: bool) -> None:
+    tune = tune_training if training else tune_gpu
+    tokens = TRAINING_TOKENS if training else TOKENS
+    if quick:
+        tokens = _QUICK_TRAINING_TOKENS if training else _QUICK_TOKENS
     table = Table("tokens", "sparse up to", *(f"{share:.0%} active" for share in SHARES))
     with Progress(console=console) as progress:
         task = progress.add_task("measuring", total=len(tokens))
@@ -60,7 +69,8 @@ def _tune_gpu(console: Console, hidden: int, neurons: int, gated: bool, quick: b
             table.add_row(str(count), f"{limit:.0%}", *cells)
 
         repetitions = 5 if quick else 15
-        tune_gpu(hidden, neurons, gated=gated, tokens=tokens, repetitions=repetitions, report=report)
+        tune(hidden, neurons, gated=gated, tokens=tokens, repetitions=repetitions, report=report)
     console.print(table)
     name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
-    console.print(f"Speed-up over dense on {name}; limits stored in {cache_file(name)}.")
+    what = "Speed-up of a training step" if training else "Speed-up"
+    console.print(f"{what} over dense on {name}; limits stored in {cache_file(name)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from .timing import compare
 # A limit holds up to the next count. Other kernels take over at 17, 33 and 65.
 TOKENS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SHARES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+TRAINING_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 MARGIN = 0.97  # sparse must take at most this share of dense's time, except with everything active
 _COLD_BYTES = 256 << 20
 _GPU_DTYPE = torch.bfloat16
@@ -58,6 +60,83 @@ def tune_gpu(
     return limits
 
 
+def tune_training(
+    hidden: int = 2048,
+    neurons: int = 5632,
+    *,
+    gated: bool = True,
+    tokens: Sequence[int] = TRAINING_TOKENS,
+    repetitions: int = 15,
+    report: Callable[[int, float, dict[float, float]], None] | None = None,
+) -> dict[int, float]:
+    """tokens -> the largest share of active neurons at which a training step gains; stored for this GPU.
+
+    A step is a forward and a backward with gradients of x and all weights, without L1 and statistics: those
+    cost dense steps more than sparse ones. Fewer tokens than the first count train dense.
+    report: called per token count with the limit and the speed-up at every share.
+    """
+    if not torch.cuda.is_available():
+        reject("device", "no CUDA device", "a GPU that torch sees; on a CPU every step looks for itself")
+    plan = Plan(path="block", backend="gpu")
+    limits: dict[int, float] = {1: 0.0}
+    for count in tokens:
+        gains = {
+            share: training_gain(count, hidden, neurons, share, gated, plan, repetitions=repetitions)
+            for share in SHARES
+        }
+        limits[count] = crossing(gains)
+        if report is not None:
+            report(count, limits[count], gains)
+    name = torch.cuda.get_device_properties(torch.cuda.current_device()).name
+    store(name, Shape(hidden, neurons, gated, training=True), limits)
+    return limits
+
+
+def training_gain(
+    count: int,
+    hidden: int,
+    neurons: int,
+    share: float,
+    gated: bool,
+    plan: Plan,
+    *,
+    repetitions: int = 15,
+    device: str = "cuda",
+    dtype: torch.dtype = _GPU_DTYPE,
+) -> float:
+    """How many times faster a step of `count` tokens is with `plan`, this share of the neurons active.
+
+    On a GPU, the smaller of two gains: with the host running ahead, and with its launches in the way, as in
+    small models that wait for them.
+    """
+    x = torch.randn(count, hidden, device=device, dtype=torch.float32)
+    x[:, 0] = 8.0
+    up, down, gate, rows = _layer(hidden, neurons, share, gated, device, dtype)
+    grad_y = torch.randn(count, hidden, device=device).to(dtype)
+    operands = [x.to(dtype), up, *([] if gate is None else [gate])]
+    x, up, *gates = (operand.detach().requires_grad_() for operand in operands)
+    gate = gates[0] if gates else None
+    down, rows = down.requires_grad_(), rows.mT.detach().requires_grad_()
+
+    def step(function: Callable[..., Tensor], down: Tensor) -> Callable[[], None]:
+        inputs = [x, up, down, *gates]
+
+        def run() -> None:
+            torch.autograd.grad(function(x, up, down, gate), inputs, grad_y)
+
+        return run
+
+    steps = {
+        "dense": step(stock_dense, down),
+        "sparse": step(partial(ffn, plan=plan), rows),
+    }
+    gains = []
+    for queued in (True, False) if device == "cuda" else (False,):
+        times = compare(steps, device=device, repetitions=repetitions, calls_per_sample=1, queued=queued)
+        gains.append(times["dense"].median / times["sparse"].median)
+    return min(gains)
+
+
 def crossing(gains: dict[float, float]) -> float:
     """The share up to which every measured speed-up is at least 1 / MARGIN, linear between shares.
 
@@ -84,7 +163,7 @@ def _gain(count: int, hidden: int, neurons: int, share: float, gated: bool, repe
     x = torch.randn(count, hidden, device="cuda", dtype=torch.float32)
     x[:, 0] = 8.0
     x = x.to(_GPU_DTYPE)
-    stack = [_layer(hidden, neurons, share, gated) for _ in range(layers)]
+    stack = [_layer(hidden, neurons, share, gated, "cuda", _GPU_DTYPE) for _ in range(layers)]
     plan = Plan(path="block", backend="gpu")
     timings = compare(
         {
@@ -99,18 +178,18 @@ def _gain(count: int, hidden: int, neurons: int, share: float, gated: bool, repe
 
 
 def _layer(
-    hidden: int, neurons: int, share: float, gated: bool
+    hidden: int, neurons: int, share: float, gated: bool, device: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """up, down, gate and neuron-major down, with the same `share` of the neurons active for every token."""
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.float32) / shape[-1] ** 0.5
+        return torch.randn(*shape, device=device, dtype=torch.float32) / shape[-1] ** 0.5
 
     selector, down = normal(neurons, hidden), normal(hidden, neurons)
-    active = torch.randperm(neurons, device="cuda") < round(share * neurons)
+    active = torch.randperm(neurons, device=device) < round(share * neurons)
     selector[:, 0] = torch.where(active, 2.0, -2.0)
-    selector, down = selector.to(_GPU_DTYPE), down.to(_GPU_DTYPE)
-    up = normal(neurons, hidden).to(_GPU_DTYPE) if gated else selector
+    selector, down = selector.to(dtype), down.to(dtype)
+    up = normal(neurons, hidden).to(dtype) if gated else selector
     return up, down, selector if gated else None, down.mT.contiguous()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .._log import log_once
-from ..crossover import Shape, share_limit
+from ..crossover import Shape, share_limit, training_limit
 from ..kernels.gpu.device import gpu_of
 from ..kernels.gpu.sizes import (
     DECODE_TOKENS,
@@ -29,6 +29,7 @@ TRAINING_OPERATIONS = 7e10
 
 # Training turns sparse at up to `_ENTER` active neurons (of a block's union), and dense again above `_LEAVE`.
 # GPU time on an H200, D 2048, H 5632, 1,024 to 4,096 tokens: 1.02x to 1.34x at 0.49, 0.85x to 1.12x at 0.63.
+# `twell tune --training` measures where another GPU, or another shape, should enter.
 _ENTER, _LEAVE = 0.5, 0.55
 
 # Blocks without a gate have less to skip: from so many tokens on, up to which share sparse pays. H200, D 2048
@@ -81,7 +82,9 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     hooked: whether hooks see what the step saves. A checkpoint computes the step again and wants the same
     saved: "auto" then decides inside, where either path saves the same.
     """
-    dense = Decision("dense", block_rows, "dense", _why_training_cannot_pay(args) or "", layer=layer)
+    enter, why_not = _training_limit(args)
+    leave = enter * _LEAVE / _ENTER
+    dense = Decision("dense", block_rows, "dense", why_not or "", layer=layer)
     if dense.reason:
         return dense._replace(ahead=AHEAD)
     if hooked:
@@ -92,8 +95,8 @@ def decide_training(args: FfnArgs, block_rows: int, layer: LayerState, hooked: b
     seen = reading.known()
     neurons, features = args.selector.shape
     name = f"D {features}, H {neurons}, {args.x.shape[0]:,} tokens on {args.x.device}"
-    sparse = reading.trains_sparse(_ENTER, _LEAVE, name)
-    reason = _READ if due else _known(seen[0], _LEAVE if sparse else _ENTER)
+    sparse = reading.trains_sparse(enter, leave, name)
+    reason = _READ if due else _known(seen[0], leave if sparse else enter)
     ahead = 0 if capturing else reading.calls_ahead
     if due or sparse:
         block = Decision("block", block_rows, "gpu", reason, reading=reading, layer=layer, known=seen)
@@ -174,18 +177,31 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
     return limit, reason
 
 
-def _why_training_cannot_pay(args: FfnArgs) -> str | None:
-    """Sparse training was measured for Hopper's kernels, with enough work to hide the launches."""
+def _training_limit(args: FfnArgs) -> tuple[float, str | None]:
+    """The share of active neurons up to which a training step turns sparse; or why none does.
+
+    Without tuning, sparse training was measured for Hopper's kernels, with enough work to hide the launches.
+    """
     x = args.x
     if x.dtype == torch.float32:
-        return FLOAT32
+        return 0.0, FLOAT32
     reason = why_out_of_reach(args, training=True)
     if reason is not None:
-        return reason
+        return 0.0, reason
+    gpu = gpu_of(x.device)
+    neurons, hidden = args.selector.shape
+    tuned = training_limit(gpu.name, Shape(hidden, neurons, args.gate is not None), x.shape[0])
+    if tuned is not None:
+        return tuned, None if tuned > 0 else f"sparse steps of {x.shape[0]:,} tokens were slower when tuned"
     if operations(args) < TRAINING_OPERATIONS:
-        return "so few tokens take less time than their launches"
-    if not gpu_of(x.device).hopper:
-        return "sparse training was measured on Hopper only"
+        return 0.0, "so few tokens take less time than their launches"
+    if not gpu.hopper:
+        reason = (
+            f"sparse training was not measured on {gpu.name}; "
+            f"`twell tune --training --hidden {hidden} --neurons {neurons}` measures it"
+        )
+        log_once(f"training dense: {reason}")
+        return 0.0, reason
     if x.shape[1] % 64 or args.down.shape[0] % 64:
-        return "Hopper's kernels take whole steps of 64 features"
-    return None
+        return 0.0, "Hopper's kernels take whole steps of 64 features"
+    return _ENTER, None

@@ -9,6 +9,7 @@ from typing import Any
 from .._errors import reject
 
 Settings = dict[str, Any]
+PAPER_CORPUS = "hf:skymizer/fineweb-edu-dedup-45B"
 
 
 def tiny() -> Settings:
@@ -71,7 +72,8 @@ def _paper(layers: int, steps: int) -> Settings:
             "positions": 2048,
         },
         "data": {
-            "source": "hf:HuggingFaceFW/fineweb-edu",
+            # FineWeb-Edu without duplicates, 45 billion tokens: what the paper's code trains on.
+            "source": PAPER_CORPUS,
             "tokenizer": "HuggingFaceTB/SmolLM2-135M",
             "sequence_length": 2048,
             "max_tokens": steps * 512 * 2048,

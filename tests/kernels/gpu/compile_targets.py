@@ -31,11 +31,13 @@ from ...backends import added
 
 HIDDEN, NEURONS = 2048, 5632
 MANY = 2048  # tokens that give every processor large tiles
-# With the shared memory of A100, H100 and B200. Hopper's own kernels take 16-bit types only.
+# With the shared memory that one program may use. Hopper's own kernels take 16-bit types only.
 GPUS = {
     "80": Gpu(name="A100", capability=(8, 0), processors=108, shared_memory=166_912),
+    "89": Gpu(name="L40S", capability=(8, 9), processors=142, shared_memory=101_376),
     "90": Gpu(name="H100", capability=(9, 0), processors=132, shared_memory=232_448),
     "100": Gpu(name="B200", capability=(10, 0), processors=148, shared_memory=232_448),
+    "120": Gpu(name="RTX PRO 6000", capability=(12, 0), processors=188, shared_memory=101_376),
 }
 
 
@@ -219,16 +221,16 @@ def generation() -> None:
         token_kernels.attend(projected, turns, turns, empty(batch, columns), column, cache, cache, 0.1)
 
 
-CALLS = {
-    "80": (portable, training, generation),
-    "90": (portable,),
-    "100": (portable, training, generation),
-    "hopper": (hopper, generation),
-}
+CALLS = {"90": (portable,), "hopper": (hopper, generation)}
+CALLS |= dict.fromkeys(("80", "89", "100", "120"), (portable, training, generation))
+
+
+def gpu_of_target(target: str) -> Gpu:
+    return GPUS["90" if target == "hopper" else target]
 
 
 def main(target: str) -> None:
-    with pretended(GPUS["90" if target == "hopper" else target]):
+    with pretended(gpu_of_target(target)):
         for calls in CALLS[target]:
             calls()
 

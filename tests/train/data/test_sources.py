@@ -55,6 +55,19 @@ def test_nul_separates_documents(tmp_path, packed, block, monkeypatch):
     assert read(path) == TEXTS
 
 
+@pytest.mark.parametrize("text", ["line of words\n" * 300, "ä🙂" * 900, "word " * 800, "\n" * 4000 + "x"])
+def test_long_text_may_come_in_pieces(tmp_path, text, monkeypatch):
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 64)
+    path = write(tmp_path / "a.txt", text.encode())
+    pieces = list(readers.read_text(path, longest=500))
+    assert "".join(pieces) == text
+    assert len(pieces) > 5
+    assert max(len(piece.encode()) for piece in pieces) < 700
+    assert list(readers.read_text(path)) == [text]
+    path = write(tmp_path / "b.txt", "\0".join(TEXTS).encode())
+    assert list(documents(DataConfig(source=str(path)), longest=500)) == TEXTS
+
+
 def test_a_large_file_is_streamed(tmp_path):
     data = b"".join(b"document %d %s\0" % (i, b"x" * 5000) for i in range(2000))
     path = write(tmp_path / "large.txt.xz", data)
@@ -175,6 +188,17 @@ def test_bad_hugging_face_datasets(hub_folder):
         read(f"hf:{hub_folder}:default:nosplit")
     with pytest.raises(ValueError, match="'hf:a:b:c:d'"):
         read("hf:a:b:c:d")
+
+
+def test_a_dataset_out_of_reach_says_how_to_get_it(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*arguments, **options):
+        raise ConnectionError("Couldn't reach it")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"Couldn't reach it; .*`hf download some/dataset .*hf:FOLDER"):
+        read("hf:some/dataset")
 
 
 @pytest.mark.parametrize(("module", "name"), [("datasets", "hf:some/dataset"), ("pyarrow", "a.parquet")])

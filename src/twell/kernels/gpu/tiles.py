@@ -143,6 +143,7 @@ def backward_tiles(gpu: Gpu, dtype: torch.dtype) -> BackwardTiles:
         return replace(_LARGE_BACKWARD, entries=16, depth=16, rare_programs=1, **small)
     if element_bytes(dtype) > 2:  # exact float32 products run on the ordinary units: small tiles
         return replace(_LARGE_BACKWARD, chunk=64, depth=16, width=64, neurons=64, stages=2)
-    if gpu.shared_memory < 200 << 10:
+    # sm_100: three stages of the gathered products take 288 KB, more than it has (compiled with Triton 3.9).
+    if gpu.shared_memory < 200 << 10 or gpu.capability[0] == 10:
         return replace(_LARGE_BACKWARD, stages=2)
     return _LARGE_BACKWARD

@@ -57,18 +57,21 @@ def require_readable(path: Path) -> None:
         reject("data.source", f"the file {path}, which is not text", ACCEPTED)
 
 
-def read(path: Path, text_field: str) -> Iterator[str]:
-    """The documents of `path`, in order; they may be empty."""
+def read(path: Path, text_field: str, longest: int | None = None) -> Iterator[str]:
+    """The documents of `path`, in order; they may be empty. longest: of `read_text`."""
     name = path.name.lower()
     if name.endswith(JSON_LINES):
         return read_json_lines(path, text_field)
     if name.endswith(PARQUET):
         return read_parquet(path, text_field)
-    return read_text(path)
+    return read_text(path, longest)
 
 
-def read_text(path: Path) -> Iterator[str]:
-    """One document, or several separated by NUL bytes."""
+def read_text(path: Path, longest: int | None = None) -> Iterator[str]:
+    """One document, or several separated by NUL bytes.
+
+    longest:  longer documents come in pieces of about this many bytes.
+    """
     require_readable(path)
     with _opened(path) as file:
         parts: list[bytes] = []
@@ -78,7 +81,22 @@ def read_text(path: Path) -> Iterator[str]:
             for start_of_next in rest:
                 yield _decoded(b"".join(parts))
                 parts = [start_of_next]
+            if longest is not None and sum(map(len, parts)) >= longest:
+                piece, rest_of_it = _cut(b"".join(parts))
+                yield _decoded(piece)
+                parts = [rest_of_it]
         yield _decoded(b"".join(parts))
+
+
+def _cut(data: bytes) -> tuple[bytes, bytes]:
+    """`data` after its last line end, else its last space, else its last whole character."""
+    place = max(data.rfind(b"\n"), data.rfind(b" ") if b"\n" not in data else -1) + 1
+    if place == 0:
+        place = len(data)
+        while place > 0 and data[place - 1] & 0xC0 == 0x80:  # inside a character of several bytes
+            place -= 1
+        place = max(place - 1, 1)
+    return data[:place], data[place:]
 
 
 def read_json_lines(path: Path, text_field: str) -> Iterator[str]:

@@ -36,12 +36,14 @@ class Source:
     fingerprint: Any
 
 
-def documents(config: DataConfig) -> Iterator[str]:
+def documents(config: DataConfig, longest: int | None = None) -> Iterator[str]:
     """The documents, without empty ones, as valid Unicode, always in the same order.
 
     A missing path fails here; reading starts with the iteration.
+    longest:  text files come in pieces of about this many bytes, cut after line ends, each like a document of
+              its own: a file of any size then takes little memory.
     """
-    return _not_empty([_found(name, config.text_field) for name in config.sources], config)
+    return _not_empty([_found(name, config.text_field, longest) for name in config.sources], config)
 
 
 def fingerprint(config: DataConfig) -> list[Any]:
@@ -78,14 +80,16 @@ def _valid(text: str) -> str:
     return text
 
 
-def _found(name: str, text_field: str) -> Source:
+def _found(name: str, text_field: str, longest: int | None = None) -> Source:
     if name == BUILT_IN:
         paths = built_in_files()
         return Source(read=lambda: _read_whole(paths), fingerprint=[sys.version, *map(_stat, paths)])
     if name.startswith(HUB_PREFIX):
         return _hub(name, text_field)
     paths = _paths(name)
-    return Source(read=lambda: _read_all(paths, text_field), fingerprint=[_stat(path) for path in paths])
+    return Source(
+        read=lambda: _read_all(paths, text_field, longest), fingerprint=[_stat(path) for path in paths]
+    )
 
 
 def _read_whole(paths: list[Path]) -> Iterator[str]:
@@ -93,9 +97,9 @@ def _read_whole(paths: list[Path]) -> Iterator[str]:
         yield path.read_bytes().decode("utf-8", errors="replace")
 
 
-def _read_all(paths: list[Path], text_field: str) -> Iterator[str]:
+def _read_all(paths: list[Path], text_field: str, longest: int | None) -> Iterator[str]:
     for path in paths:
-        yield from readers.read(path, text_field)
+        yield from readers.read(path, text_field, longest)
 
 
 def _paths(name: str) -> list[Path]:
@@ -156,6 +160,16 @@ def _read_hub(name: str, dataset: str, config: str, split: str, text_field: str)
     try:
         records = datasets.load_dataset(dataset, config or None, split=split or "train", streaming=True)
     except (OSError, ValueError) as error:
-        raise ValueError(f"data.source: cannot open {name!r}: {error}") from error
+        raise ValueError(f"data.source: cannot open {name!r}: {error}{_how_to_get(dataset)}") from error
     for number, record in enumerate(records, start=1):
         yield readers.text_of(record, text_field, f"{name}, record {number}")
+
+
+def _how_to_get(dataset: str) -> str:
+    """What to do about a dataset that is neither on disk nor within reach."""
+    if Path(dataset).is_dir():
+        return ""
+    return (
+        f"; get it where the Hub can be reached (`hf download {dataset} --repo-type dataset --local-dir "
+        "FOLDER`), then set data.source=hf:FOLDER"
+    )
