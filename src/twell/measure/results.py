@@ -123,6 +123,11 @@ class Merged:
         return [sample for measured in self.processes for sample in measured.seconds]
 
     @property
+    def value(self) -> Timing | float | None:
+        """What a record holds: seconds of a call, or how many sequences fit."""
+        return Timing(tuple(self.seconds)) if self.seconds else self.detail("sequences")
+
+    @property
     def tokens_per_ms(self) -> float | None:
         return self.first.tokens / (median(self.seconds) * 1e3) if self.seconds else None
 
@@ -162,14 +167,15 @@ def merge(measured: Iterable[Measured]) -> list[Merged]:
         for others in by_key.values():
             other = others[0].contender
             rival = other.startswith(_DENSE) or others is theirs
-            if others[0].group == group and other != name and rival and _ran(others) and _ran(processes):
+            timed = all(any(m.seconds for m in some) for some in (others, processes))
+            if others[0].group == group and other != name and rival and timed:
                 gains[other] = paired_gain([m.seconds for m in others], [m.seconds for m in processes])
         merged.append(Merged(tuple(processes), theirs[0].contender if theirs else None, gains))
     return merged
 
 
 def _ran(processes: list[Measured]) -> bool:
-    return any(measured.seconds for measured in processes)
+    return any(measured.seconds or "sequences" in measured.details for measured in processes)
 
 
 def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measured]]:
@@ -185,7 +191,7 @@ def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measu
 def records_of(
     what: str, measured: Iterable[Measured], device: torch.device | str, seed: int, commit: str | None = None
 ) -> list[Record]:
-    """A record for each contender that ran: seconds of a call, and everything else as details.
+    """A record for each contender that ran: its value, and everything else as details.
 
     what:    the first word of their names.
     commit:  written to them where git is not available.
@@ -193,16 +199,16 @@ def records_of(
     merged = merge(measured)
     records = []
     for one in merged:
-        if not one.seconds:
+        if one.value is None:
             continue
-        group = [other for other in merged if other.first.group == one.first.group]
-        theirs = next((o for o in group if o.first.contender == one.baseline and o is not one), None)
+        group = [other for other in merged if other.first.group == one.first.group and other is not one]
+        theirs = next((other for other in group if other.first.contender == one.baseline), None)
         record = make_record(
             f"{what}/{one.first.workload}/{one.first.contender}",
-            Timing(tuple(one.seconds)),
-            unit="s",
+            one.value,
+            unit="s" if one.seconds else "sequences",
             baseline=None if theirs is None else theirs.first.contender,
-            baseline_timing=None if theirs is None else Timing(tuple(theirs.seconds)),
+            baseline_timing=None if theirs is None else theirs.value,
             shape={**one.first.shape, "meaning": one.first.meaning},
             sparsity=one.first.sparsity,
             error=one.error,
