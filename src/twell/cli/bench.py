@@ -17,6 +17,7 @@ from .._errors import reject, require_choice
 from ..measure import Record, read_records, write_records
 from ..measure.models import PRESETS
 from ..measure.processes import NOTE, Job, run_apart
+from ..measure.records import source
 from ..measure.results import Measured, merge, records_of
 from ..plots import figure_class, speedup_bars
 from . import bench_view
@@ -188,7 +189,9 @@ class _Collected:
     """Results as they come, on file as soon as they are known."""
 
     def __init__(self, what: str, options: Common, out: Path | None, commit: str | None) -> None:
-        self._what, self._options, self._out, self._commit = what, options, out, commit
+        self._what, self._options, self._out = what, options, out
+        # Once: every contender that comes in writes the file again.
+        self._source = source(options.device, None) | ({"commit": commit} if commit else {})
         self._before: list[Record] = read_records(out) if out is not None and out.exists() else []
         self._found: dict[tuple, Measured] = {}
 
@@ -202,9 +205,7 @@ class _Collected:
         return list(self._found.values())
 
     def records(self) -> list[Record]:
-        return records_of(
-            self._what, self.measured, self._options.device, self._options.seed, commit=self._commit
-        )
+        return records_of(self._what, self.measured, source=self._source, seed=self._options.seed)
 
 
 def _run(
