@@ -33,6 +33,7 @@ from .bench_jobs import (
 )
 
 WORKLOADS = ("forward", "generation")
+_LONG = 5.0  # seconds from which on a step of the work stays on screen
 CHECKPOINTING = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
@@ -84,7 +85,7 @@ def run_inference(
         shapes=tuple(map(_shape, shape)) or (((32, 2048),) if gpu else ((2, 256),)),
         prompts=tuple(prompts) or (1,),
         prompt_length=prompt_length or (128 if gpu else 16),
-        new_tokens=new_tokens or (128 if gpu else 16),
+        new_tokens=new_tokens or (64 if gpu else 16),
         **_measuring(shared, gpu),
     )
     _run("bench_inference", inference_job, options, **shared)
@@ -292,7 +293,7 @@ class _Phases:
 
     def end(self) -> None:
         took = perf_counter() - self._began
-        if self._text and took >= 1:
+        if self._text and took >= _LONG:
             line = f"{took:6.1f} s  {self._text}"
             self._console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         self._began, self._text = perf_counter(), ""
