@@ -35,6 +35,7 @@ from _ffn import console, layer, save, shape_of, tokens
 from _turns import Turns
 from twell import Plan, SparseMLP, reference
 from twell.measure import Record, Timing, compare, make_record
+from twell.measure.models import ModelSize, build_pair
 
 RESULTS = Path(__file__).parent / "results" / "defaults.jsonl"
 CPU_RESULTS = RESULTS.with_name("defaults_cpu.jsonl")
@@ -285,38 +286,15 @@ def release(bench: Bench) -> None:
 
 def models(setting: Setting, layers: int) -> tuple[nn.Module, nn.Module]:
     """A stock Llama with relu and ours with the same weights; about nnz[0] active neurons per layer."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM
-
-    sizes = {
-        "hidden_size": setting.hidden,
-        "intermediate_size": setting.neurons,
-        "num_hidden_layers": layers,
-        "num_attention_heads": max(setting.hidden // 64, 1),
-        "num_key_value_heads": max(setting.hidden // 64, 1),
-        "vocab_size": setting.vocabulary,
-        "max_position_embeddings": 8192,
-    }
-    torch.manual_seed(0)
-    with torch.device(setting.device):
-        stock = LlamaForCausalLM(LlamaConfig(**sizes, hidden_act="relu")).to(setting.dtype)
-        sparse = SparseLlamaForCausalLM(SparseLlamaConfig(**sizes, activation="relu")).to(setting.dtype)
-    # Feature 0 keeps its value from the embedding, so every layer gets the input its gates were made for.
-    hidden, neurons = setting.hidden, setting.neurons
-    up, _, gate = layer(hidden, neurons, setting.nnz[0], dtype=setting.dtype, device=setting.device)
-    with torch.no_grad():
-        stock.model.embed_tokens.weight.normal_()[:, 0] = 8
-        for decoder in stock.model.layers:
-            order = torch.randperm(neurons, device=setting.device)
-            decoder.mlp.gate_proj.weight.copy_(gate[order])
-            decoder.mlp.up_proj.weight.copy_(up[order])
-            decoder.mlp.down_proj.weight.normal_(std=0.002)[0] = 0
-            decoder.self_attn.o_proj.weight.mul_(0.02)[0] = 0
-            # Undoes the scaling of the norm before the block.
-            decoder.post_attention_layernorm.weight.fill_(((64 + hidden - 1) / hidden) ** 0.5)
-    sparse.load_state_dict(stock.state_dict())
-    return stock.eval(), sparse.eval()
+    size = ModelSize(
+        hidden=setting.hidden,
+        neurons=setting.neurons,
+        layers=layers,
+        vocabulary=setting.vocabulary,
+        nnz=setting.nnz[0],
+    )
+    pair = build_pair(size, dtype=setting.dtype, device=setting.device)
+    return pair.dense, pair.sparse
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from PIL import Image
 
+import tables_bench
 import tables_defaults
 import tables_families
 import tables_generation
@@ -145,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cpu-density": cpu_density,
     "format-memory": format_memory,
     "measured-on": measured_on,
+    **tables_bench.TABLES,
     **tables_defaults.TABLES,
     **tables_families.TABLES,
     **tables_generation.TABLES,

@@ -143,8 +143,12 @@ def check_command(words: list[str]) -> None:
     with group.make_context("twell", list(words), resilient_parsing=True) as context:
         name, command, rest = group.resolve_command(context, words)
         assert command is not None, f"no command {words[0]!r}"
-        if words[1:] in ([], ["--help"]):
+        if rest in ([], ["--help"]):
             return  # a page names a command; its arguments stand elsewhere
+        if hasattr(command, "resolve_command"):  # a group of commands
+            name, command, rest = command.resolve_command(context, rest)
+            if not rest:
+                return
         parsed = command.make_context(name, rest, parent=context).params
     if name in ("train", "demo"):
         from twell.train.presets import PRESETS, preset
@@ -175,6 +179,8 @@ def test_commands_are_found():
         "train --preset huge",
         "train train.stpes=3",
         "eval m --limit x",
+        "bench inferences",
+        "bench training --layer 3",
     ],
 )
 def test_a_wrong_command_is_noticed(words):

@@ -370,7 +370,7 @@ def bench_inference(
         int | None, Option(min=2, help="Tokens of a prompt. Default: 128, on a CPU 16.")
     ] = None,
     new_tokens: Annotated[
-        int | None, Option(min=1, help="Tokens to time after a prompt. Default: 128, on a CPU 16.")
+        int | None, Option(min=1, help="Tokens to time after a prompt. Default: 64, on a CPU 16.")
     ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, _DEVICE] = None,

@@ -17,6 +17,7 @@ from .._errors import reject, require_choice
 from ..measure import Record, read_records, write_records
 from ..measure.models import PRESETS
 from ..measure.processes import NOTE, Job, run_apart
+from ..measure.records import source
 from ..measure.results import Measured, merge, records_of
 from ..plots import figure_class, speedup_bars
 from . import bench_view
@@ -32,6 +33,7 @@ from .bench_jobs import (
 )
 
 WORKLOADS = ("forward", "generation")
+_LONG = 5.0  # seconds from which on a step of the work stays on screen
 CHECKPOINTING = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
@@ -83,7 +85,7 @@ def run_inference(
         shapes=tuple(map(_shape, shape)) or (((32, 2048),) if gpu else ((2, 256),)),
         prompts=tuple(prompts) or (1,),
         prompt_length=prompt_length or (128 if gpu else 16),
-        new_tokens=new_tokens or (128 if gpu else 16),
+        new_tokens=new_tokens or (64 if gpu else 16),
         **_measuring(shared, gpu),
     )
     _run("bench_inference", inference_job, options, **shared)
@@ -188,7 +190,9 @@ class _Collected:
     """Results as they come, on file as soon as they are known."""
 
     def __init__(self, what: str, options: Common, out: Path | None, commit: str | None) -> None:
-        self._what, self._options, self._out, self._commit = what, options, out, commit
+        self._what, self._options, self._out = what, options, out
+        # Once: every contender that comes in writes the file again.
+        self._source = source(options.device, None) | ({"commit": commit} if commit else {})
         self._before: list[Record] = read_records(out) if out is not None and out.exists() else []
         self._found: dict[tuple, Measured] = {}
 
@@ -202,9 +206,7 @@ class _Collected:
         return list(self._found.values())
 
     def records(self) -> list[Record]:
-        return records_of(
-            self._what, self.measured, self._options.device, self._options.seed, commit=self._commit
-        )
+        return records_of(self._what, self.measured, source=self._source, seed=self._options.seed)
 
 
 def _run(
@@ -291,7 +293,7 @@ class _Phases:
 
     def end(self) -> None:
         took = perf_counter() - self._began
-        if self._text and took >= 1:
+        if self._text and took >= _LONG:
             line = f"{took:6.1f} s  {self._text}"
             self._console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         self._began, self._text = perf_counter(), ""

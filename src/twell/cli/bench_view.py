@@ -145,7 +145,8 @@ def _comparisons(group: list[Merged]) -> list[str]:
 def _show_batches(console: Console, group: list[Merged]) -> None:
     shape = group[0].first.shape
     word = "with" if shape["checkpointing"] else "without"
-    table = Table(title=f"largest micro-batch, {word} checkpointing, {shape['sequence']} tokens a sequence")
+    console.print(f"largest micro-batch, {word} checkpointing, {shape['sequence']} tokens a sequence")
+    table = Table(box=SIMPLE_HEAD)
     table.add_column("")
     table.add_column("sequences", justify="right")
     for one in group:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,15 +38,15 @@ def many_compilations() -> Iterator[None]:
         yield
 
 
-def compile_layers(model: nn.Module, *, mode: str | None = None, fullgraph: bool = True) -> nn.Module:
-    """Compile the layers of a model, and its last norm, in place.
+def compile_layers(model: nn.Module, *, fullgraph: bool = True, **options: Any) -> nn.Module:
+    """Compile the layers of a model, and its last norm, in place; options go to `torch.compile`.
 
     fullgraph: also raises where torch would give up compiling.
     """
     norm = getattr(getattr(model, "model", None), "norm", None)
     parts = [*decoder_layers(model), *([norm] if isinstance(norm, nn.Module) else [])]
     for part in parts:
-        part.compile(mode=mode, dynamic=False, fullgraph=fullgraph)
+        part.compile(dynamic=False, fullgraph=fullgraph, **options)
     return model
 
 

@@ -99,6 +99,8 @@ def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None
                     ran.clear()
                 contender.call()
             setting.wait()
+        contender.call()  # calls that nobody records may be prepared
+        setting.wait()
     except torch.OutOfMemoryError:
         contender.failure = "out of memory"
     except RuntimeError as error:

@@ -42,6 +42,7 @@ CONTENDERS = list(dict.fromkeys([*FORWARD, *GENERATION]))
 _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 _FIRST = 16  # new tokens that do not count: a step is captured meanwhile
+_MOST_ROUNDS = 4  # of generation, whose samples are many tokens each
 _LOOKED_AT = 8192  # tokens whose active neurons are counted
 
 
@@ -183,6 +184,7 @@ def _best_dense(
             meaning=f"{way}: {meaning}",
             call=lambda model=model: run(model),
             own_bytes=tensor_bytes(model),
+            warm_up=5,
         )
         setting.say(f"best dense: {way}")
         if ready(contender, setting):
@@ -328,9 +330,10 @@ def _time_tokens(
 
     alive = [one for one in running if one.failure is None]
     seconds: dict[str, list[float]] = {one.name: [] for one in alive}
-    for turn in range(setting.rounds):
+    rounds = min(setting.rounds, _MOST_ROUNDS)
+    for turn in range(rounds):
         for one in alive[:: -1 if turn % 2 else 1]:
-            setting.say(f"{workload.title}: round {turn + 1} of {setting.rounds}, {one.name}")
+            setting.say(f"{workload.title}: round {turn + 1} of {rounds}, {one.name}")
             long, short = (timed(models[one.name], _FIRST + more) for more in (new_tokens, 0))
             seconds[one.name].append(max(long - short, 1e-9) / new_tokens)
 

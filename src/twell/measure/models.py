@@ -123,7 +123,9 @@ def build_pair(
     from ..hf import SparseLlamaConfig, SparseLlamaForCausalLM
 
     where = torch.device(device)
-    with torch.random.fork_rng(devices=[where] if where.type == "cuda" else []), _default_dtype(dtype):
+    cuda = where.type == "cuda"
+    devices = [torch.cuda.current_device() if where.index is None else where.index] if cuda else []
+    with torch.random.fork_rng(devices=devices), _default_dtype(dtype):
         torch.manual_seed(seed)
         with where:
             dense = LlamaForCausalLM(LlamaConfig(**size.config(), hidden_act="relu"))

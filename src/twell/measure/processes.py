@@ -23,7 +23,7 @@ def run_apart(job: Job, options: Any, emit: Emit, say: Say) -> None:
     """
     context = get_context("spawn")  # a forked process could not use the GPU
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(job, options, there), daemon=True)
+    process = context.Process(target=_work, args=(job, options, there))
     process.start()
     there.close()
     try:

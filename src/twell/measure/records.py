@@ -233,8 +233,8 @@ def make_record(
     return Record(
         what=what,
         baseline=baseline,
-        baseline_value=_central(baseline_timing),
-        value=_central(measured),
+        baseline_value=central(baseline_timing),
+        value=central(measured),
         unit=unit,
         quantiles=measured.quantiles() if isinstance(measured, Timing) else {},
         shape=dict(shape or {}),
@@ -285,7 +285,8 @@ def read_records(path: str | os.PathLike[str], kind: type[Stored] = Record) -> l
     return records
 
 
-def _central(measured: Timing | float | None) -> float | None:
+def central(measured: Timing | float | None) -> float | None:
+    """What a record holds of it: a timing's median."""
     return measured.median if isinstance(measured, Timing) else measured
 
 

@@ -9,9 +9,8 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-import torch
 
-from .records import Record, make_record
+from .records import Record, central
 from .timing import Timing
 
 BASELINE = "dense-eager"
@@ -79,19 +78,17 @@ def paired_gain(baseline: Sequence[Sequence[float]], seconds: Sequence[Sequence[
     Both by process and by round. The interval resamples processes, and rounds inside of them.
     """
     ratios = [
-        np.array([theirs / ours for theirs, ours in zip(*rounds, strict=False)])
+        [theirs / ours for theirs, ours in zip(*rounds, strict=False)]
         for rounds in zip(baseline, seconds, strict=False)
     ]
-    ratios = [some for some in ratios if some.size]
+    rounds = min(len(some) for some in ratios if some)  # one that was interrupted has fewer
+    table = np.array([some[:rounds] for some in ratios if some])
     generator = np.random.default_rng(0)
-
-    def resampled() -> float:
-        chosen = generator.integers(len(ratios), size=len(ratios))
-        return float(np.median(np.concatenate([generator.choice(ratios[i], ratios[i].size) for i in chosen])))
-
-    drawn = [resampled() for _ in range(_RESAMPLED)]
+    processes = generator.integers(len(table), size=(_RESAMPLED, len(table), 1))
+    places = generator.integers(rounds, size=(_RESAMPLED, len(table), rounds))
+    drawn = np.median(table[processes, places].reshape(_RESAMPLED, -1), axis=1)
     low, high = np.quantile(drawn, (0.025, 0.975))
-    return Interval(float(low), float(np.median(np.concatenate(ratios))), float(high))
+    return Interval(float(low), float(np.median(table)), float(high))
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,11 @@ class Merged:
     @property
     def seconds(self) -> list[float]:
         return [sample for measured in self.processes for sample in measured.seconds]
+
+    @property
+    def value(self) -> Timing | float | None:
+        """What a record holds: seconds of a call, or how many sequences fit."""
+        return Timing(tuple(self.seconds)) if self.seconds else self.detail("sequences")
 
     @property
     def tokens_per_ms(self) -> float | None:
@@ -162,14 +164,15 @@ def merge(measured: Iterable[Measured]) -> list[Merged]:
         for others in by_key.values():
             other = others[0].contender
             rival = other.startswith(_DENSE) or others is theirs
-            if others[0].group == group and other != name and rival and _ran(others) and _ran(processes):
+            timed = all(any(m.seconds for m in some) for some in (others, processes))
+            if others[0].group == group and other != name and rival and timed:
                 gains[other] = paired_gain([m.seconds for m in others], [m.seconds for m in processes])
         merged.append(Merged(tuple(processes), theirs[0].contender if theirs else None, gains))
     return merged
 
 
 def _ran(processes: list[Measured]) -> bool:
-    return any(measured.seconds for measured in processes)
+    return any(measured.seconds or "sequences" in measured.details for measured in processes)
 
 
 def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measured]]:
@@ -183,36 +186,37 @@ def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measu
 
 
 def records_of(
-    what: str, measured: Iterable[Measured], device: torch.device | str, seed: int, commit: str | None = None
+    what: str, measured: Iterable[Measured], *, source: Mapping[str, Any], seed: int
 ) -> list[Record]:
-    """A record for each contender that ran: seconds of a call, and everything else as details.
+    """A record for each contender that ran: its value, and everything else as details.
 
     what:    the first word of their names.
-    commit:  written to them where git is not available.
+    source:  hardware, versions, commit and date (`records.source`).
     """
     merged = merge(measured)
     records = []
     for one in merged:
-        if not one.seconds:
+        if one.value is None:
             continue
-        group = [other for other in merged if other.first.group == one.first.group]
-        theirs = next((o for o in group if o.first.contender == one.baseline and o is not one), None)
-        record = make_record(
-            f"{what}/{one.first.workload}/{one.first.contender}",
-            Timing(tuple(one.seconds)),
-            unit="s",
-            baseline=None if theirs is None else theirs.first.contender,
-            baseline_timing=None if theirs is None else Timing(tuple(theirs.seconds)),
-            shape={**one.first.shape, "meaning": one.first.meaning},
-            sparsity=one.first.sparsity,
-            error=one.error,
-            details=_details(one),
-            device=device,
-            seed=seed,
+        group = [other for other in merged if other.first.group == one.first.group and other is not one]
+        theirs = next((other for other in group if other.first.contender == one.baseline), None)
+        value = one.value
+        records.append(
+            Record(
+                what=f"{what}/{one.first.workload}/{one.first.contender}",
+                baseline=None if theirs is None else theirs.first.contender,
+                baseline_value=None if theirs is None else central(theirs.value),
+                value=central(value),
+                unit="s" if one.seconds else "sequences",
+                quantiles=value.quantiles() if isinstance(value, Timing) else {},
+                shape={**one.first.shape, "meaning": one.first.meaning},
+                sparsity=one.first.sparsity,
+                error=one.error,
+                details=_details(one),
+                seed=seed,
+                **{**source, "hardware": {**source["hardware"], **one.first.power}},
+            )
         )
-        hardware = {**record.hardware, **one.first.power}
-        changes = {"hardware": hardware, **({"commit": commit} if commit else {})}
-        records.append(dataclasses.replace(record, **changes))
     return records
 
 

@@ -1,0 +1,195 @@
+"""The tables of `twell bench`, for tables.py: whole models at inference and in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from twell.measure import Record, read_records
+
+RESULTS = Path(__file__).resolve().parent / "results"
+INFERENCE, TRAINING = RESULTS / "bench_inference.jsonl", RESULTS / "bench_training.jsonl"
+NOT_MEASURED = "Not measured yet."
+_MODELS = {"paper-0.5b": "0.5B", "paper-1b": "1B", "paper-1.5b": "1.5B", "paper-2b": "2B"}
+
+
+def latest(path: Path, device: str, *workloads: str) -> list[Record]:
+    """Records of some workloads on a kind of device; of those that were measured again, the last."""
+    found: dict[tuple, Record] = {}
+    for record in read_records(path) if path.exists() else ():
+        if record.what.split("/")[1] in workloads and record.hardware["device"] == device:
+            shape = {name: value for name, value in record.shape.items() if name != "meaning"}
+            key = (record.what, *sorted(shape.items()))
+            found.pop(key, None)
+            found[key] = record
+    return list(found.values())
+
+
+def forward(device: str = "cuda") -> str:
+    return _table(latest(INFERENCE, device, "forward"), ("sequences", "tokens"), ("batch", "sequence"))
+
+
+def generation(device: str = "cuda") -> str:
+    return _table(latest(INFERENCE, device, "generation"), ("sequences", "prompt"), ("batch", "prompt"))
+
+
+def training(device: str = "cuda") -> str:
+    return _table(
+        latest(TRAINING, device, "step", "checkpointed"),
+        ("layers", "checkpoints"),
+        ("layers", "checkpointing"),
+    )
+
+
+def micro_batches() -> str:
+    records = latest(TRAINING, "cuda", "micro-batch")
+    if not records:
+        return NOT_MEASURED
+    lines = ["| model | layers | checkpoints | | sequences |", "|---|---:|---|---|---:|"]
+    for record in records:
+        shape = record.shape
+        lines.append(
+            f"| {_model(shape)} | {shape['layers']} | {_cell(shape['checkpointing'])} | {_name(record)} "
+            f"| {record.value:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _table(records: list[Record], titles: tuple[str, str], names: tuple[str, str]) -> str:
+    """A row for each contender, the compared ones under each other."""
+    if not records:
+        return NOT_MEASURED
+    lines = [
+        f"| model | {titles[0]} | {titles[1]} | | tokens/ms | over dense eager | mJ/token | memory "
+        "| difference | same tokens |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for record in records:
+        shape, details = record.shape, record.details
+        cells = [
+            _model(shape),
+            *(_cell(shape[name]) for name in names),
+            _name(record),
+            f"{details['tokens'] / record.value / 1e3:,.4g}",
+            _gain(record),
+            _number(details.get("millijoules_per_token"), ".3g"),
+            _memory(details.get("peak_bytes")),
+            _number(record.error, ".0e"),
+            _number(details.get("same_tokens_as_dense"), ".1%"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gains() -> str:
+    """Ours, compiled, over every dense contender, in time and energy."""
+    records = [
+        *latest(INFERENCE, "cuda", "forward"),
+        *latest(TRAINING, "cuda", "step", "checkpointed"),
+    ]
+    energy = {(_group(r), r.what.split("/")[2]): r.details.get("millijoules_per_token") for r in records}
+    lines = ["| | over | times as fast | 95% interval | its energy |", "|---|---|---:|---:|---:|"]
+    for record in records:
+        if not record.what.endswith("/ours-compiled"):
+            continue
+        for name, value in record.details.items():
+            _, _, other = name.partition("over/")
+            if not other or other.endswith(("/low", "/high")):
+                continue
+            low, high = (record.details[f"{name}/{end}"] for end in ("low", "high"))
+            ours = record.details.get("millijoules_per_token")
+            theirs = energy.get((_group(record), other))
+            share = f"{ours / theirs:.2f}x" if ours and theirs else ""
+            what = {"forward": "forward", "step": "training step"}.get(
+                record.what.split("/")[1], "checkpointed training step"
+            )
+            lines.append(
+                f"| {_model(record.shape)}, {what} | {other.replace('-', ' ')} | **{value:.2f}x** "
+                f"| {low:.2f} to {high:.2f} | {share} |"
+            )
+    return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
+
+
+def _group(record: Record) -> tuple:
+    shape = {name: value for name, value in record.shape.items() if name != "meaning"}
+    return record.what.split("/")[1], *sorted(shape.items())
+
+
+def best_dense() -> str:
+    """Which way won, by model."""
+    records = [r for r in latest(INFERENCE, "cuda", "forward") if r.what.endswith("/best-dense")]
+    if not records:
+        return NOT_MEASURED
+    return "\n".join(f"- {_model(r.shape)}: {r.shape['meaning']}." for r in records)
+
+
+def measured_on() -> str:
+    """The machine behind the records of each file."""
+    lines = []
+    for path in (INFERENCE, TRAINING):
+        for device in ("cuda", "cpu"):
+            records = latest(path, device, "forward", "generation", "step", "checkpointed")
+            if records:
+                lines.append(f"- {_where(path, records)}")
+    return "\n".join(lines) or NOT_MEASURED
+
+
+def _where(path: Path, records: list[Record]) -> str:
+    hardware, versions = records[-1].hardware, records[-1].versions
+    what = "Inference" if path == INFERENCE else "Training"
+    commits = ", ".join(sorted({r.commit for r in records}))
+    line = f"{what}: {hardware.get('gpu') or hardware['cpu']}, torch {versions['torch']}, commit {commits}"
+    if hardware.get("sm_clock_mhz") is not None:
+        clocks = [r.hardware["sm_clock_mhz"] for r in records if r.hardware.get("sm_clock_mhz") is not None]
+        watts = [r.hardware["power_w"] for r in records if r.hardware.get("power_w") is not None]
+        line += f"; {min(clocks)} to {max(clocks)} MHz, {min(watts):.0f} to {max(watts):.0f} W"
+        if hardware.get("power_limit_w") is not None:
+            line += f" of {hardware['power_limit_w']:.0f} W"
+        line += f", up to {hardware.get('temperature_c')} C, idle {hardware.get('idle_power_w', '?')} W"
+    methods = sorted({str(r.hardware["energy_from"]) for r in records if r.hardware.get("energy_from")})
+    processes = max(r.details["processes"] for r in records)
+    line += f"; {processes:.0f} process{'es' if processes > 1 else ''}"
+    return f"{line}; energy from {', '.join(methods)}." if methods else f"{line}; no energy."
+
+
+def _model(shape: dict) -> str:
+    return _MODELS.get(shape["model"], shape["model"])
+
+
+def _name(record: Record) -> str:
+    return record.what.split("/")[2].replace("-", " ")
+
+
+def _gain(record: Record) -> str:
+    gain = record.details.get(f"over/{record.baseline}")
+    if gain is None:
+        return ""
+    low, high = (record.details[f"over/{record.baseline}/{end}"] for end in ("low", "high"))
+    return f"**{gain:.2f}x** ({low:.2f}-{high:.2f})"
+
+
+def _cell(value: object) -> str:
+    return {True: "on", False: "off"}.get(value, str(value)) if isinstance(value, bool) else str(value)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _memory(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bench-gains": gains,
+    "bench-forward": forward,
+    "bench-generation": generation,
+    "bench-training": training,
+    "bench-micro-batch": micro_batches,
+    "bench-best-dense": best_dense,
+    "bench-forward-cpu": lambda: forward("cpu"),
+    "bench-training-cpu": lambda: training("cpu"),
+    "bench-measured-on": measured_on,
+}

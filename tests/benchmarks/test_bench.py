@@ -1,0 +1,85 @@
+"""Tables of `twell bench`, made of its records."""
+
+from __future__ import annotations
+
+import pytest
+
+from twell.measure import write_records
+from twell.measure.records import source
+from twell.measure.results import Measured, records_of
+
+from ..scripts import benchmark_modules
+
+SHAPE = {"model": "paper-2b", "layers": 38, "batch": 32, "sequence": 2048, "dtype": "bfloat16"}
+GPU = {
+    "device": "cuda",
+    "gpu": "NVIDIA H200",
+    "sm_clock_mhz": 1700,
+    "power_w": 640.0,
+    "power_limit_w": 700.0,
+    "temperature_c": 60,
+    "idle_power_w": 80.0,
+    "energy_from": "NVML energy counter",
+}
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    with benchmark_modules("tables_bench") as (module,):
+        monkeypatch.setattr(module, "INFERENCE", tmp_path / "inference.jsonl")
+        monkeypatch.setattr(module, "TRAINING", tmp_path / "training.jsonl")
+        yield module
+
+
+def measured(workload: str, contender: str, seconds: float, **shape: object) -> Measured:
+    return Measured(
+        workload=workload,
+        contender=contender,
+        meaning=f"{contender} in words",
+        shape={**SHAPE, **shape},
+        tokens=65536,
+        seconds=(seconds, seconds),
+        joules=(seconds * 600,),
+        power=GPU,
+        details={"peak_bytes": 12 * 2**30, "same_tokens_as_dense": 0.991},
+        error=4e-3,
+    )
+
+
+def records(what: str, *found: Measured) -> list:
+    return records_of(what, found, source=source("cpu", None) | {"commit": "abc1234"}, seed=0)
+
+
+def test_without_records_every_table_says_so(tables):
+    assert {table() for table in tables.TABLES.values()} == {tables.NOT_MEASURED}
+
+
+def test_inference(tables):
+    old = records("bench_inference", measured("forward", "dense-eager", 9.0))
+    new = records(
+        "bench_inference",
+        measured("forward", "dense-eager", 0.6),
+        measured("forward", "best-dense", 0.5),
+        measured("forward", "ours-compiled", 0.4),
+    )
+    write_records(tables.INFERENCE, [*old, *new])
+    rows = tables.forward().splitlines()[2:]
+    assert rows[0] == "| 2B | 32 | 2048 | dense eager | 109.2 |  | 5.49 | 12.0 GiB | 4e-03 | 99.1% |"
+    assert len(rows) == 3  # the one that was measured again counts
+    assert "| ours compiled | 163.8 | **1.50x** (1.50-1.50) | 3.66 |" in rows[2]
+    assert "| 2B, forward | best dense | **1.25x** | 1.25 to 1.25 | 0.80x |" in tables.gains()
+    assert tables.best_dense() == "- 2B: best-dense in words."
+    assert "NVIDIA H200" in tables.measured_on()
+    assert "640 W of 700 W, up to 60 C, idle 80.0 W" in tables.measured_on()
+    assert tables.forward("cpu") == tables.NOT_MEASURED
+
+
+def test_training(tables):
+    found = [
+        measured(workload, contender, seconds, checkpointing=workload == "checkpointed")
+        for workload in ("step", "checkpointed")
+        for contender, seconds in (("dense-eager", 0.4), ("ours-compiled", 0.2))
+    ]
+    write_records(tables.TRAINING, records("bench_training", *found))
+    assert [row.split(" | ")[2] for row in tables.training().splitlines()[2:]] == ["off", "off", "on", "on"]
+    assert "| 2B, checkpointed training step | dense eager | **2.00x** |" in tables.gains()

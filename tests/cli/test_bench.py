@@ -1,0 +1,277 @@
+"""`twell bench`: small runs on the CPU, end to end; what it refuses, and what it keeps."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+from PIL import Image
+from typer.testing import CliRunner
+
+from twell.cli import bench_jobs
+from twell.cli.app import app
+from twell.measure import models, read_records
+from twell.measure.models import ModelSize
+
+from .light_job import seconds_by_seed
+
+SMALL = ModelSize(hidden=64, neurons=256, layers=2, vocabulary=300, positions=128, nnz=6)
+QUICK = ("--rounds", "2", "--energy-seconds", "0", "--device", "cpu")
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported_objects_left_alone():
+    """Measuring collects garbage again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def small_preset(monkeypatch):
+    monkeypatch.setitem(models.PRESETS, "tiny", SMALL)
+    monkeypatch.setattr(models, "_SAMPLE", 512)
+
+
+def test_inference_end_to_end(tmp_path):
+    out, plot = tmp_path / "records.jsonl", tmp_path / "plot.png"
+    sizes = ("--shape", "2x16", "--prompts", "2", "--prompt-length", "4", "--new-tokens", "3")
+    result = run("inference", *sizes, *QUICK, "--out", str(out), "--plot", str(plot), "--commit", "abc1234")
+    assert result.exit_code == 0
+    assert "a small run on the CPU" in result.output
+    assert "stock transformers Llama with ReLU" in result.output
+    assert "active neurons per token: 6." in result.output or "active neurons per token: 5." in result.output
+    records = read_records(out)
+    assert [record.what for record in records] == [
+        "bench_inference/forward/dense-eager",
+        "bench_inference/forward/ours-eager",
+        "bench_inference/generation/dense-eager",
+        "bench_inference/generation/dense-captured",
+        "bench_inference/generation/ours-captured",
+    ]
+    dense, ours, *_, generated = records
+    assert (ours.baseline, ours.commit) == ("dense-eager", "abc1234")
+    assert ours.shape["batch"] == 2
+    assert ours.shape["sequence"] == 16
+    assert ours.details["tokens"] == 32
+    assert ours.error < 1e-4
+    assert ours.details["same_tokens_as_dense"] == 1
+    assert ours.details["over/dense-eager/low"] <= ours.details["over/dense-eager"]
+    assert ours.details["peak_bytes"] > 4 * SMALL.parameters
+    assert ours.sparsity["nnz"] == pytest.approx(6, rel=0.3)
+    assert generated.details["same_tokens_as_dense"] == 1
+    assert dense.details["rounds"] == 2
+    with Image.open(plot) as image:
+        assert min(image.size) > 200
+    more = ("--workload", "forward", "--contenders", "dense-eager")
+    assert run("inference", *sizes, *QUICK, *more, "--out", str(out)).exit_code == 0
+    assert len(read_records(out)) == 6  # appended
+
+
+def test_training_end_to_end(tmp_path):
+    out = tmp_path / "records.jsonl"
+    sizes = ("--batch", "2", "--sequence-length", "16")
+    result = run("training", *sizes, *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "training step of tiny, 2 layers" in result.output
+    assert "ours has the L1 term in it" in result.output
+    records = {record.what: record for record in read_records(out)}
+    for workload in ("step", "checkpointed"):
+        ours = records[f"bench_training/{workload}/ours-eager"]
+        assert ours.shape["checkpointing"] == (workload == "checkpointed")
+        assert ours.ratio > 0
+        assert 0 < ours.error < 1e-3  # the L1 term
+        assert ours.details["peak_bytes"] > 3 * 4 * SMALL.parameters  # weights and two moments
+        dense = records[f"bench_training/{workload}/dense-eager"]
+        assert dense.details["loss"] == pytest.approx(5.7, abs=0.5)
+
+
+def test_the_largest_micro_batch_is_searched_for(tmp_path):
+    out = tmp_path / "records.jsonl"
+    sizes = ("--layers", "1", "--batch", "4", "--sequence-length", "64", "--checkpointing", "off")
+    result = run("training", *sizes, *QUICK, "--search", "--memory", "0.006", "--out", str(out))
+    assert result.exit_code == 0
+    *_, dense, ours = read_records(out)
+    assert dense.what == "bench_training/micro-batch/dense-eager"
+    assert (ours.unit, ours.baseline) == ("sequences", "dense-eager")
+    assert 1 <= dense.value <= ours.value < 64
+
+
+def test_several_processes_are_merged(tmp_path, monkeypatch):
+    """Each has a seed of its own."""
+    monkeypatch.setattr("twell.cli.bench.inference_job", seconds_by_seed)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", "--processes", "2", *QUICK, "--out", str(out))
+    assert result.exit_code == 0, result.output
+    dense, ours = read_records(out)
+    assert ours.details["processes"] == 2
+    assert ours.details["rounds"] == 2
+    assert dense.quantiles["p50"] == 3.5
+    assert (ours.details["over/dense-eager/low"], ours.details["over/dense-eager/high"]) == (3, 4)
+
+
+def test_a_model_reads_text(saved, tmp_path):
+    root, corpus = saved
+    out = tmp_path / "records.jsonl"
+    arguments = ("--text", str(corpus), "--shape", "2x16", "--workload", "forward")
+    assert run("inference", str(root / "ours"), *arguments, *QUICK, "--out", str(out)).exit_code == 0
+    dense, ours = read_records(out)
+    assert ours.shape["text"] == "text"
+    assert ours.error < 1e-3
+    assert dense.shape["layers"] == 2
+
+
+def test_a_stock_model_is_compared_with_itself(saved, tmp_path):
+    root, corpus = saved
+    out = tmp_path / "records.jsonl"
+    text = tmp_path / "text.txt"
+    text.write_text("".join(file.read_text() for file in corpus.iterdir())[:200])
+    arguments = ("--text", str(text), "--shape", "90x8", "--prompt-length", "4", "--new-tokens", "2")
+    result = run("inference", str(root / "gpt2"), *arguments, *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    records = read_records(out)
+    assert "repeated" in records[0].shape["text"]
+    assert records[-1].details["same_tokens_as_dense"] == 1
+
+
+def test_text_shorter_than_a_sequence(saved, tmp_path):
+    root, _ = saved
+    short = tmp_path / "short.txt"
+    short.write_text("only this")
+    with pytest.raises(ValueError, match=r"text: got \d+ tokens; accepted: at least 32, one sequence"):
+        run("inference", str(root / "ours"), "--text", str(short), "--shape", "1x32", *QUICK)
+
+
+def test_a_model_that_is_not_sparse(saved):
+    root, corpus = saved
+    with pytest.raises(ValueError, match=r"model: got a \w+ without blocks that have exact zeros"):
+        run("inference", str(root / "silu"), "--text", str(corpus), *QUICK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inference", "model", "--preset", "tiny"), "one of them"),
+        (("inference", "model"), "text: got none"),
+        (("inference", "--text", "python"), "presets have no tokenizer"),
+        (("inference", "--shape", "32"), "SEQUENCESxTOKENS"),
+        (("inference", "--shape", "1x4096", *QUICK), "at most 128, the preset's positions"),
+        (("inference", "--workload", "decode"), "workload: got 'decode'"),
+        (("inference", "--contenders", "dense-eager,theirs"), "contenders: got 'theirs'"),
+        (("inference", "--preset", "paper-3b"), "preset: got 'paper-3b'"),
+        (("training", "--layers", "all"), "layers: got 'all'"),
+        (("training", "--precision", "half"), "precision: got 'half'"),
+        (("training", "--search", "--device", "cpu"), "--memory GIB on a CPU"),
+        (("training", "--checkpointing", "maybe"), "checkpointing: got 'maybe'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(*arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(ValueError, match="device: got 'cuda'"):
+        run("inference", "--device", "cuda")
+
+
+def test_a_model_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(models, "free_bytes", lambda device: 1 << 20)
+    with pytest.raises(ValueError, match=r"accepted: (--layers \d+|a smaller preset)"):
+        run("inference", "--preset", "small", *QUICK)
+
+
+def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
+    """Generation is refused after the forward pass was measured."""
+    out = tmp_path / "records.jsonl"
+    sizes = ("--shape", "2x16", "--prompt-length", "200", "--new-tokens", "3")
+    job = bench_jobs.inference_job
+
+    def refusing(options, emit, say):
+        job(bench_jobs.replace(options, workloads=("forward",)), emit, say)
+        raise ValueError("prompt: got 200 tokens; accepted: 128")
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", refusing)
+    result = run("inference", *sizes, *QUICK, "--out", str(out))
+    assert result.exit_code != 0
+    assert "forward of tiny" in result.output
+    assert len(read_records(out)) == 2
+
+
+def test_without_memory_a_contender_says_what_would_fit(tmp_path, monkeypatch):
+    """The dense model takes at most 3 sequences; ours takes all 8, and is measured."""
+    from transformers import LlamaForCausalLM
+
+    from twell.hf import SparseLlamaForCausalLM
+
+    stock = LlamaForCausalLM.forward
+
+    def limited(self, input_ids=None, **options):
+        if input_ids.shape[0] > 3 and not isinstance(self, SparseLlamaForCausalLM):
+            raise torch.OutOfMemoryError("out of memory")
+        return stock(self, input_ids=input_ids, **options)
+
+    limited.__signature__ = inspect.signature(stock)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", limited)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", "--shape", "8x16", "--workload", "forward", *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "out of memory: 3 x 16 tokens would fit" in result.output
+    (ours,) = read_records(out)
+    assert ours.what.endswith("ours-eager")
+
+
+def test_bench_without_arguments_shows_its_commands():
+    result = run()
+    assert "inference" in result.output
+    assert "training" in result.output
+
+
+@pytest.mark.gpu
+def test_a_gpu_runs_every_contender(tmp_path):
+    out = tmp_path / "records.jsonl"
+    sizes = ("--preset", "paper-0.5b", "--layers", "2", "--shape", "4x2048", "--new-tokens", "32")
+    result = CliRunner().invoke(
+        app,
+        ["bench", "inference", *sizes, "--rounds", "3", "--processes", "1", "--out", str(out)],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0
+    records = {record.what.partition("/")[2]: record for record in read_records(out)}
+    for name in ("dense-eager", "dense-compiled", "best-dense", "ours-eager", "ours-compiled"):
+        record = records[f"forward/{name}"]
+        assert record.hardware["power_limit_w"] > 0
+        assert record.hardware["sm_clock_mhz"] > 0
+        assert record.error is None or record.error < 2e-2
+    assert records["forward/ours-compiled"].details["sparse_share"] == 1
+    assert {"generation/dense-captured", "generation/ours-captured"} <= records.keys()
+
+
+@pytest.mark.gpu
+def test_a_gpu_trains_every_contender(tmp_path):
+    out = tmp_path / "records.jsonl"
+    sizes = ("--preset", "paper-0.5b", "--layers", "2", "--batch", "8", "--sequence-length", "1024")
+    result = CliRunner().invoke(
+        app,
+        ["bench", "training", *sizes, "--rounds", "3", "--processes", "1", "--out", str(out)],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0
+    records = {record.what.partition("/")[2]: record for record in read_records(out)}
+    for workload in ("step", "checkpointed"):
+        for name in ("dense-eager", "dense-compiled", "ours-eager", "ours-compiled"):
+            assert records[f"{workload}/{name}"].error < 1e-2
+        assert records[f"{workload}/ours-compiled"].details["sparse_share"] == 1

@@ -1,0 +1,161 @@
+"""Results of several processes: merged, with intervals, as records."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from twell.measure import Record, read_records, write_records
+from twell.measure.contest import largest_that_fits
+from twell.measure.processes import run_apart
+from twell.measure.records import source
+from twell.measure.results import Measured, merge, paired_gain, records_of
+
+SHAPE = {"model": "tiny", "layers": 2, "batch": 2, "sequence": 8}
+
+
+def measured(contender: str, *seconds: float, **more) -> Measured:
+    return Measured(
+        workload="forward",
+        contender=contender,
+        meaning=f"{contender} in words",
+        shape=SHAPE,
+        tokens=16,
+        seconds=seconds,
+        **more,
+    )
+
+
+def test_gains_pair_the_rounds():
+    """Both slow down by the same factor from round to round: the ratio does not."""
+    gain = paired_gain([[1.0, 2.0, 4.0]], [[0.5, 1.0, 2.0]])
+    assert (gain.low, gain.middle, gain.high) == pytest.approx((2, 2, 2))
+
+
+def test_intervals_show_how_processes_differ():
+    same = paired_gain([[1.0] * 4] * 2, [[0.5] * 4] * 2)
+    apart = paired_gain([[1.0] * 4] * 2, [[0.5] * 4, [0.4] * 4])
+    assert same.high - same.low == pytest.approx(0)
+    assert (apart.low, apart.high) == pytest.approx((2.0, 2.5))
+    assert str(same) == "2.00x (2.00-2.00)"
+
+
+def test_processes_merge():
+    dense, ours, compiled = merge(
+        [
+            measured("dense-eager", 1.0, 1.2, joules=(8.0,), details={"peak_bytes": 100}),
+            measured("ours-eager", 0.5, 0.6, joules=(4.0,), error=1e-3, details={"peak_bytes": 90}),
+            measured("dense-compiled", 0.8, 0.96),
+            measured("dense-eager", 1.4, 1.6, joules=(9.0,), details={"peak_bytes": 120}),
+            measured("ours-eager", 0.7, 0.8, joules=(6.0,), error=2e-3, details={"peak_bytes": 80}),
+        ]
+    )
+    assert dense.gains.keys() == {"dense-compiled"}
+    assert dense.tokens_per_ms == pytest.approx(16 / 1300)
+    assert dense.detail("peak_bytes") == 120
+    assert ours.gain.middle == pytest.approx(2)
+    assert ours.gains["dense-compiled"].middle == pytest.approx(1.6)
+    assert ours.joules == 5
+    assert ours.millijoules_per_token == pytest.approx(5e3 / 16)
+    assert ours.error == 2e-3
+    assert compiled.gain.middle == pytest.approx(1.25)
+
+
+def test_records_hold_everything():
+    found = [
+        measured("dense-eager", 1.0, 1.2, power={"sm_clock_mhz": 1800, "power_w": 650.5}),
+        measured("ours-eager", 0.5, 0.6, joules=(4.0,), error=1e-3, sparsity={"nnz": 24.0}),
+        measured("best-dense", failure="out of memory: 3 x 8 tokens would fit"),
+    ]
+    dense, ours = records_of(
+        "bench_inference", found, source=source("cpu", None) | {"commit": "abc1234"}, seed=7
+    )
+    assert ours.what == "bench_inference/forward/ours-eager"
+    assert ours.baseline == "dense-eager"
+    assert ours.ratio == pytest.approx(2)
+    assert ours.details["over/dense-eager"] == pytest.approx(2)
+    assert ours.details["millijoules_per_token"] == pytest.approx(250)
+    assert (ours.error, ours.seed, ours.commit) == (1e-3, 7, "abc1234")
+    assert ours.shape["meaning"] == "ours-eager in words"
+    assert dense.baseline is None
+    assert dense.hardware["sm_clock_mhz"] == 1800
+    assert dense.hardware["cpu"]
+    assert Record.from_json(ours.to_json()) == ours
+
+
+def test_numbers_of_sequences_are_records_too():
+    found = [
+        measured(one, details={"sequences": count}) for one, count in (("dense-eager", 4), ("ours-eager", 6))
+    ]
+    _, ours = records_of("bench_training", found, source=source("cpu", None), seed=0)
+    assert (ours.value, ours.unit, ours.baseline_value) == (6, "sequences", 4)
+
+
+def test_without_dense_the_first_is_the_baseline():
+    ours, compiled = merge([measured("ours-eager", 1.0), measured("ours-compiled", 0.5)])
+    assert ours.gain is None
+    assert compiled.gain.middle == pytest.approx(2)
+
+
+def test_old_records_have_no_details(tmp_path):
+    (record,) = records_of(
+        "bench_inference", [measured("dense-eager", 1.0)], source=source("cpu", None), seed=0
+    )
+    path = tmp_path / "old.jsonl"
+    line = record.to_json()
+    assert '"details": {' in line
+    path.write_text(line[: line.index(', "details"')] + "}\n")
+    (old,) = read_records(path)
+    assert old.details == {}
+    write_records(path, [old])
+    assert read_records(path) == [old]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 13, 64])
+@pytest.mark.parametrize("guess", [1, 4, 8])
+def test_the_largest_that_fits(limit, guess):
+    tried = []
+
+    def fits(count: int) -> bool:
+        tried.append(count)
+        return count <= limit
+
+    assert largest_that_fits(fits, guess, most=64) == min(limit, 64)
+    assert len(tried) == len(set(tried)) <= 12
+
+
+def good(options, emit, say) -> None:
+    say("working")
+    emit(measured("dense-eager", float(options)))
+
+
+def refuses(options, emit, say) -> None:
+    emit(measured("dense-eager", 1.0))
+    raise ValueError("batch: got 9; accepted: 8")
+
+
+def dies(options, emit, say) -> None:
+    emit(measured("dense-eager", 1.0))
+    os._exit(9)
+
+
+def test_a_process_of_its_own():
+    found, said = [], []
+    run_apart(good, 3, found.append, said.append)
+    assert [m.seconds for m in found] == [(3.0,)]
+    assert said == ["working"]
+
+
+@pytest.mark.parametrize(
+    ("job", "kind", "message"),
+    [
+        (refuses, ValueError, "batch: got 9; accepted: 8"),
+        (dies, RuntimeError, "exit code 9; what it had measured is kept"),
+    ],
+)
+def test_what_a_process_measured_before_its_end_is_kept(job, kind, message):
+    found = []
+    with pytest.raises(kind, match=message):
+        run_apart(job, None, found.append, lambda text: None)
+    assert len(found) == 1
