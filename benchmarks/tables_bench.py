@@ -74,7 +74,7 @@ def _table(records: list[Record], titles: tuple[str, str], names: tuple[str, str
             _gain(record),
             _number(details.get("millijoules_per_token"), ".3g"),
             _memory(details.get("peak_bytes")),
-            _number(record.error, ".0e"),
+            _number(details.get("largest_difference", record.error), ".0e"),
             _number(details.get("same_tokens_as_dense"), ".1%"),
         ]
         lines.append(f"| {' | '.join(cells)} |")

@@ -147,6 +147,7 @@ def check_command(words: list[str]) -> None:
             return  # a page names a command; its arguments stand elsewhere
         if hasattr(command, "resolve_command"):  # a group of commands
             name, command, rest = command.resolve_command(context, rest)
+            assert command is not None, f"no command {' '.join(words[:2])!r}"
             if not rest:
                 return
         parsed = command.make_context(name, rest, parent=context).params

@@ -87,7 +87,7 @@ def _row(one: Merged) -> list[str]:
         "" if one.gain is None else str(one.gain),
         "" if energy is None else f"{energy:.3g}",
         "" if memory is None else format_bytes(int(memory)),
-        "" if one.error is None else f"{one.error:.1e}",
+        "" if one.difference is None else f"{one.difference:.1e}",
         "" if agreement is None else f"{agreement:.1%}",
     ]
 
@@ -112,7 +112,10 @@ def _notes(group: list[Merged]) -> list[str]:
     details = group[0].first.details
     if group[0].first.workload == "forward" and "against_float32" in details:
         against = "the same model in float32" if details["against_float32"] else "dense eager"
-        lines.append(f"difference: of the logits, relative to {against}; same tokens: as dense eager's")
+        lines.append(
+            f"difference: the largest of a logit from {against}, relative to the largest logit; same tokens: "
+            "as dense eager predicts next"
+        )
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append("difference: of the loss, relative to dense eager's; ours has the L1 term in it")
     for one in group:

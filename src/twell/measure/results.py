@@ -142,6 +142,12 @@ class Merged:
     def error(self) -> float | None:
         return max((m.error for m in self.processes if m.error is not None), default=None)
 
+    @property
+    def difference(self) -> float | None:
+        """The largest difference of a logit, relative to the largest logit; else the error."""
+        largest = self.detail("largest_difference")
+        return self.error if largest is None else largest
+
     def detail(self, name: str) -> float | None:
         """The mean over processes; the largest of what must not be large."""
         found = [m.details[name] for m in self.processes if name in m.details]
