@@ -7,9 +7,7 @@ which is ours. What a captured step cannot do goes on to transformers' own, with
 from __future__ import annotations
 
 import copy
-import os
 import threading
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,12 +19,11 @@ from transformers.generation import stopping_criteria as criteria
 
 from .._errors import reject
 from .._log import log_once
-from ..activations import Activation
-from ..plan import ENVIRONMENT_VARIABLE, Plan
 from .cache import is_plain
 from .decoder import is_understood
 from .prompt import MOST_TOKENS, Prompt, fits_prompt, padded
 from .sampling import Sampling, sampling_of
+from .snapshot import snapshot_of
 from .step import Step
 
 DEVICES = ("cuda",)  # where steps are captured
@@ -58,6 +55,7 @@ class Request(NamedTuple):
     placed:     whether transformers hands positions to the model.
     stops:      tokens that end a sequence; pad: what follows them.
     longest:    tokens of prompt and answer.
+    fingerprint:  of the model, see `Snapshot`.
     """
 
     tokens: Tensor
@@ -68,6 +66,7 @@ class Request(NamedTuple):
     stops: list[int]
     pad: int
     longest: int
+    fingerprint: int
 
 
 class CapturedGeneration:
@@ -129,10 +128,8 @@ def _request(
     ]
     unsupported = (
         (_kept(model).refused is not None, _kept(model).refused),
-        (model.training or any(map(_drops, model.modules())), "a module in training mode"),
+        (model.training, "a module in training mode"),
         (torch.is_autocast_enabled(tokens.device.type), "autocast"),
-        (_hooked(model), "hooks on modules"),
-        (any(hasattr(m, "adapter_layer_names") for m in model.modules()), "adapters"),
         ("prepare_inputs_for_generation" in vars(model), "inputs that are prepared otherwise"),
         (model.config.is_encoder_decoder, "an encoder-decoder"),
         (bool(unknown), f"{', '.join(unknown)} among the inputs"),
@@ -142,14 +139,14 @@ def _request(
         (getattr(named.get("past_key_values"), "_is_user_defined", False), "a cache of one's own"),
         (getattr(config, "is_assistant", False), "an assistant"),
         (getattr(config, "prefill_chunk_size", None), "a prompt in chunks"),
-        (len({p.device for p in model.parameters()}) > 1, "a model on several devices"),
-        (any("forward" in vars(m) for m in model.modules()), "a module whose forward was replaced"),
-        (any(type(p) is not nn.Parameter for p in model.parameters()), "parameters of another kind"),
-        (any(_turns_by_length(m) for m in model.modules()), "rotary embeddings that depend on the length"),
     )
     for wrong, reason in unsupported:
         if wrong:
             return reason
+    snapshot = snapshot_of(model)
+    reason = snapshot.why_not()
+    if reason is not None:
+        return reason
     if named["past_key_values"].get_seq_length():
         return "a cache that is filled already"
     stops, longest = [], None
@@ -174,29 +171,9 @@ def _request(
     placed = positions is not None
     positions = positions[:, -1] + 1 if placed else attended.sum(1)
     pad = 0 if pad is None else int(pad.flatten()[0])
-    return Request(tokens, attended, positions.expand(len(tokens)), placed, sampling, stops, pad, longest)
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether it drops values at random. (Embeddings that were resized are left in training mode.)"""
-    return module.training and bool(getattr(module, "p", 0) or getattr(module, "attention_dropout", 0))
-
-
-def _hooked(model: nn.Module) -> bool:
-    """Whether somebody hooks into a forward: a graph would not call them. Hooks of transformers itself, which
-    it leaves behind after a call that asked for hidden states, do nothing unasked."""
-    everywhere = nn.modules.module
-    hooks = [*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()]
-    for module in model.modules():
-        hooks += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
-
-
-def _turns_by_length(module: nn.Module) -> bool:
-    """Whether its rotary embeddings are made anew, and the device waited for, when a text gets longer."""
-    kinds = getattr(module, "rope_type", "")
-    kinds = kinds.values() if isinstance(kinds, dict) else (kinds,)
-    return any("dynamic" in str(kind) or kind == "longrope" for kind in kinds)
+    fingerprint = snapshot.fingerprint(model.config._attn_implementation)
+    positions = positions.expand(len(tokens))
+    return Request(tokens, attended, positions, placed, sampling, stops, pad, longest, fingerprint)
 
 
 def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], streamer: Any) -> Any:
@@ -232,7 +209,7 @@ def _prefilled(
         outputs = model._prefill(request.tokens, config, named, is_first_iteration=True)
         return request, outputs.logits[:, -1], named["past_key_values"], 0
     given = padded(request.tokens, request.attended, named["position_ids"].expand(batch, length))
-    kept, key = _kept(model).prompts, (*given.tokens.shape, _fingerprint(model))
+    kept, key = _kept(model).prompts, (*given.tokens.shape, request.fingerprint)
     prompt = kept.pop(key, None)
     if prompt is None:
         while len(kept) >= _MOST_PROMPTS or any(old[-1] != key[-1] for old in kept):
@@ -337,7 +314,7 @@ def _step_for(model: Any, request: Request, cache: Any) -> Step | None:
     understood = is_understood(model)
     # A model of which nothing is known is tried with padding before a padded prompt is believed to it.
     padded = not understood and bool((request.attended == 0).any())
-    key = batch, columns, padded, len(request.stops), request.sampling.key, _fingerprint(model)
+    key = batch, columns, padded, len(request.stops), request.sampling.key, request.fingerprint
     step = kept.pop(key, None)
     if step is None:
         while len(kept) >= _MOST_STEPS or any(old[-1] != key[-1] for old in kept):
@@ -400,24 +377,6 @@ def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
 def _room(tokens: int) -> int:
     columns = -(-tokens // _COLUMNS) * _COLUMNS
     return columns if columns <= 4 * _COLUMNS else 1 << (columns - 1).bit_length()
-
-
-_SETTINGS = (bool, int, float, str, type(None), tuple, torch.dtype, Plan, Activation)
-
-
-def _fingerprint(model: nn.Module) -> int:
-    """Changes where a captured step would read other memory than the model, or run other code."""
-    parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in _tensors(model)]
-    for module in model.modules():
-        settings = [(name, value) for name, value in vars(module).items() if type(value) in _SETTINGS]
-        parts.append((type(module), id(module), str(settings)))
-    around = torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
-    return hash((*parts, *around, model.config._attn_implementation))
-
-
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 def accelerate_(model: PreTrainedModel) -> PreTrainedModel:
