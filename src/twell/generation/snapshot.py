@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..activations import Activation
 from ..plan import ENVIRONMENT_VARIABLE, Plan
 
-_SETTINGS = (bool, int, float, str, type(None), tuple, torch.dtype, Plan, Activation)
+# Without None: what is None before a first forward and something of ours afterwards is no setting.
+_SETTINGS = (bool, int, float, str, tuple, torch.dtype, Plan, Activation)
 
 
 class Snapshot(NamedTuple):
