@@ -21,7 +21,15 @@ from .layer_state import LayerState, layer_of
 from .ops import ffn_op, tell_flop_counters, train_op
 from .plan import Plan, is_automatic, resolution_state
 from .policy import Resolution, decide, resolve_cached, resolve_observed
-from .prepared import Decided, PreparedDense, PreparedSparse, bucket_of, call_mode
+from .prepared import (
+    Decided,
+    PreparedDense,
+    PreparedSparse,
+    bucket_of,
+    call_mode,
+    captured_dense,
+    is_capturing,
+)
 from .problem import (
     PLAIN,
     FfnArgs,
@@ -221,6 +229,8 @@ def _run(
             return None
         if compile_dense and x.is_cuda:
             output = _compiled_dense()(args, record)
+        elif x.is_cuda and not training and not record and is_capturing():
+            output = captured_dense(args, is_automatic(plan), decision.reason)
         else:
             output = dense_forward(args, record, is_automatic(plan), decision.reason)
         if decision.ahead and lasting and not record and x.device.type != "meta":

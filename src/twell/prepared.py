@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,10 +34,13 @@ from .problem import (
     unflattened,
 )
 
+if TYPE_CHECKING:
+    from .kernels.gpu.dense import FusedHidden
+
 # The dictionary behind `os.environ`, whose `get` takes a microsecond.
 _environment = getattr(os.environ, "_data", None) if os.name == "posix" else None
 _VARIABLE = os.fsencode(ENVIRONMENT_VARIABLE)
-_is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool  # no
+is_capturing = torch._C._cuda_isCurrentStreamCapturing if torch.backends.cuda.is_built() else bool  # no
 
 
 def _override() -> object:
@@ -123,8 +126,6 @@ class Decided(NamedTuple):
 class Prepared:
     """A number of further calls like one that was decided."""
 
-    _may_be_captured = False  # in a CUDA graph; what is recorded of launches holds outside of one only
-
     def __init__(self, decided: Decided, operands: Kinds) -> None:
         tensors, activation, plan, decision = decided
         self._operands = operands
@@ -189,7 +190,7 @@ class Prepared:
             and self._gradients_as_before(tensors)
             and torch._C._len_torch_dispatch_stack() == 0
             and not torch.is_autocast_enabled(self._device_type)
-            and not (self._device_type == "cuda" and not self._may_be_captured and _is_capturing())
+            and not (self._device_type == "cuda" and is_capturing())
         )
 
     def _gradients_as_before(self, tensors: Tensors) -> bool:
@@ -217,7 +218,6 @@ class PreparedDense(Prepared):
 
     def _compute(self, tensors: Tensors, layer: LayerState) -> FfnOutput:
         x = tensors[0]
-        self._may_be_captured = True  # its kernel is loaded from now on
         if self._products is not None and x.dim() > 1 and x.is_contiguous():
             note_path("dense", x, tensors[1].shape[0], reason=self._reason)
             fused = self._fused
@@ -228,7 +228,17 @@ class PreparedDense(Prepared):
         return FfnOutput(unflattened(dense_forward(args, False, self._tuned, self._reason).y, x))
 
 
-def _fused(args: FfnArgs) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+def captured_dense(args: FfnArgs, tuned: bool, reason: str) -> FfnOutput:
+    """`dense_forward` while a CUDA graph is captured and only values matter, as `PreparedDense` runs it."""
+    fused = _fused(args) if are_plain(args[:-1]) and args.x.is_contiguous() else None
+    size, device = args.x.shape[0] * args.up.shape[0], args.x.device
+    if fused is None or device.index != torch._C._cuda_getDevice() or not fused.is_loaded(size, device):
+        return dense_forward(args, False, tuned, reason)
+    note_path("dense", args.x, args.up.shape[0], reason=reason)
+    return FfnOutput(in_place(products_for(args, tuned), args.activation, args[:-1], fused))
+
+
+def _fused(args: FfnArgs) -> FusedHidden | None:
     """What computes hidden values in one kernel on a GPU that has our kernels."""
     x, (neurons, features) = args.x, args.selector.shape
     site = Site(x.device.type, x.dtype, None, features, neurons, args.gate is not None, training=False)
@@ -274,7 +284,7 @@ class PreparedSparse(Prepared):
             and forward_ad._current_level < 0
             and _override() == self._override
             and torch._C._len_torch_dispatch_stack() == 0
-            and not _is_capturing()
+            and not is_capturing()
         ) and not self._holds(tensors, activation, plan):
             return None
         y = self._repeat(x, up, down, gate, up_bias, down_bias, gate_bias)
