@@ -11,7 +11,7 @@ VLLM_READY := .venv-vllm/.ready
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-families test-targets test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo test test-families test-targets setup-vllm test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -50,6 +50,8 @@ $(VLLM_READY): pyproject.toml
 	$(VLLM_BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[hf]" openai pytest
 	@touch $(VLLM_READY)
+
+setup-vllm: $(VLLM_READY)
 
 test-vllm: $(VLLM_READY)  ## run the tests of the vLLM plugin, in an environment of their own (10 minutes with setup)
 	$(VLLM_BIN)/python -m pytest -q -rs tests/vllm

@@ -71,10 +71,11 @@ def timed(run: Callable[[int], Tensor], tokens: int, device: str) -> float:
 
 
 class Bench:
-    """part: of the records' names; new: tokens that are timed; nnz: active neurons of the model."""
+    """part: of the records' names; nnz: active neurons of the model; tiny: less of everything."""
 
-    def __init__(self, dense: nn.Module, sparse: nn.Module, part: str, new: int, nnz: float) -> None:
-        self.dense, self.sparse, self.part, self.new, self.nnz = dense, sparse, part, new, nnz
+    def __init__(self, dense: nn.Module, sparse: nn.Module, part: str, nnz: float, tiny: bool) -> None:
+        self.dense, self.sparse, self.part, self.nnz = dense, sparse, part, nnz
+        self.new, self.rounds = (4, 2) if tiny else (NEW, 5)
         self.device = dense.device.type
         self.records: list[Record] = []
 
@@ -92,10 +93,10 @@ class Bench:
 
         runs = {"ours": run("ours", self.sparse), DENSE: run(DENSE, self.dense)}
         with recorded_paths() as ran:
-            timings = {"ours": seconds_per_token(runs["ours"], self.device, 5, self.new)}
+            timings = {"ours": seconds_per_token(runs["ours"], self.device, self.rounds, self.new)}
         steps = [p for p in ran if p.tokens == batch]
         sparse_share = sum(p.path != "dense" for p in steps) / max(len(steps), 1)
-        timings[DENSE] = seconds_per_token(runs[DENSE], self.device, 5, self.new)
+        timings[DENSE] = seconds_per_token(runs[DENSE], self.device, self.rounds, self.new)
         kept, generate.DEVICES = generate.DEVICES, ()
         for name in stock:
             options = {"cache_implementation": "static"} if name == STATIC else {}
@@ -107,7 +108,9 @@ class Bench:
             shape["same_tokens"] = f"{same:.3f}"
             part = self.part if baseline == DENSE else "stock"
             self.record(part, batch, timings["ours"], "s", baseline, timings[baseline], shape)
-        first = [Timing(tuple(timed(runs[name], 1, self.device) for _ in range(12))) for name in runs]
+        first = [
+            Timing(tuple(timed(runs[name], 1, self.device) for _ in range(2 * self.rounds))) for name in runs
+        ]
         self.record("first", batch, first[0], "s", DENSE, first[1], {})
         if source is not None:
             spent = [self.millijoules(runs[name], batch, source) for name in ("ours", DENSE)]
@@ -252,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     accelerate_(dense)
     console.print(f"built in {perf_counter() - began:.1f} s", highlight=False)
     part = "captured" if options.run is None else "text"
-    bench = Bench(dense, sparse, part, 16 if options.tiny else NEW, nnz)
+    bench = Bench(dense, sparse, part, nnz, options.tiny)
     source = power_source(dense.device)
     if isinstance(source, str):
         console.print(source, highlight=False)
