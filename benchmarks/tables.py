@@ -25,6 +25,7 @@ import tables_defaults
 import tables_families
 import tables_generation
 import tables_gpu
+import tables_headline
 import tables_runs
 import tables_sparsified
 import tables_training
@@ -150,6 +151,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **tables_defaults.TABLES,
     **tables_families.TABLES,
     **tables_generation.TABLES,
+    **tables_headline.TABLES,
     **tables_sparsified.TABLES,
     **tables_gpu.TABLES,
     **tables_training.TABLES,

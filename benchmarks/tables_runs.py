@@ -71,8 +71,8 @@ def wide_runs() -> str:
     ]
     for name in shown:
         summary = found[name].summary
-        rate, memory = (_late(found[name], key) for key in ("tokens_per_second", "peak_memory_bytes"))
-        ratios = (f"{rate / _late(found[other], 'tokens_per_second'):.2f}x" for other in dense)
+        rate, memory = (late(found[name], key) for key in ("tokens_per_second", "peak_memory_bytes"))
+        ratios = (f"{rate / late(found[other], 'tokens_per_second'):.2f}x" for other in dense)
         lines.append(
             f"| {WIDE[name]} | {summary['held_out_ce_loss']:.4f} | {summary['held_out_nnz']:.1f} "
             f"| {rate:,.0f} | {memory / 2**30:.1f} GiB | {' | '.join(ratios)} |"
@@ -86,7 +86,7 @@ def wide_runs() -> str:
     return "\n".join(lines)
 
 
-def _late(record: RunRecord, key: str) -> float:
+def late(record: RunRecord, key: str) -> float:
     values = record.curve[key]
     return median(values[len(values) // 2 :])
 
