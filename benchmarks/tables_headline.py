@@ -1,4 +1,4 @@
-"""The README's one table: what is gained where, over which dense run, from the records of the other tables."""
+"""The one table of the README: what is gained where, over which dense run; from other tables' records."""
 
 from __future__ import annotations
 
