@@ -502,6 +502,24 @@ def test_kernels_of_our_own_generate_the_same_tokens(static, monkeypatch, kind):
     assert isinstance(step._decoder, kernel_layers.KernelLayers)
 
 
+@pytest.mark.parametrize("what", ["aligned", "unaligned", "spread", "wide end", "wide start"])
+def test_kernels_of_our_own_leave_odd_parameters_to_pytorch(static, monkeypatch, what):
+    """A norm's weights are read as they should lie, 16 bytes at a time; residuals have the layers' type."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernel_layers, "DEVICES", ("cpu",))
+    model = build("llama")
+    norm = model.model.norm
+    if what == "unaligned":
+        norm.weight = torch.nn.Parameter(torch.ones(33)[1:])
+    elif what == "spread":
+        norm.weight = torch.nn.Parameter(torch.arange(64.0)[::2])
+    elif what == "wide end":
+        norm.double(), model.lm_head.double()
+    elif what == "wide start":
+        model.model.embed_tokens.double()
+    assert kernel_layers.fit_kernels(model) == (what == "aligned")
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 24, 25, 33])
 def test_padding_to_a_common_length_changes_nothing(static, monkeypatch, length):
     """Lengths around 16, 24 and 32; a penalty on tokens that are there, which a pad token would be."""

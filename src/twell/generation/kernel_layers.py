@@ -72,18 +72,20 @@ def fit_kernels(model: nn.Module) -> bool:
     """Whether the kernels compute what the layers of a Llama or Qwen2 do."""
     layers = layers_of(model)
     norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    tensors = [parameter for layer in layers for parameter in layer.parameters()]
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    norms.append(model.model.norm)
+    modules = *layers, model.model.norm, model.get_input_embeddings()
+    kinds = {(tensor.dtype, tensor.device) for module in modules for tensor in module.parameters()}
     dtype, device = next(iter(kinds))
+    read = [p for module in (*norms, *(layer.self_attn for layer in layers)) for p in module.parameters()]
     return (
         importlib.util.find_spec("triton") is not None
         and torch.version.hip is None
         and len(kinds) == 1
         and dtype in _TYPES
         and device.type in DEVICES
-        and all(type(norm) in _NORMS for norm in (*norms, model.model.norm))
+        and all(type(norm) in _NORMS for norm in norms)
         and all(type(layer.self_attn.o_proj) is nn.Linear for layer in layers)
-        and all(tensor.is_contiguous() for layer in layers for tensor in layer.self_attn.parameters())
+        and all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in read)
         and all(can_merge(layer.self_attn) for layer in layers)
         and may_merge(layers)
     )
