@@ -392,6 +392,22 @@ def test_settings_that_change_are_noticed(static, monkeypatch):
     assert len({id(step) for step in static}) == 2
 
 
+def test_layers_that_are_left_out_are_noticed(static, monkeypatch):
+    model, ids = build("llama"), prompt(1, 5)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    model.generate(ids, **options)
+    model.config.num_hidden_layers = 1
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert len({id(step) for step in static}) == 2
+
+
+def test_layers_of_a_wider_type_than_the_embedding(static, monkeypatch):
+    model, ids = build("llama"), prompt(2, 5)
+    model.model.embed_tokens.bfloat16()
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+
+
 def test_rotary_embeddings_that_depend_on_the_length_stay_stock(static):
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = accelerate_(transformers.LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=rope)).eval())

@@ -52,8 +52,10 @@ def is_understood(model: nn.Module) -> bool:
     if type(backbone).forward not in _BACKBONES or not len(layers):
         return False
     kinds = getattr(model.config, "layer_types", None)
+    dtype = model.get_input_embeddings().weight.dtype  # of masks: those of wider layers would not fit
     return (
-        all(type(layer) in _LAYERS and type(layer.self_attn) in _ATTENTION for layer in layers)
+        all(p.dtype == dtype for layer in layers for p in layer.self_attn.parameters())
+        and all(type(layer) in _LAYERS and type(layer.self_attn) in _ATTENTION for layer in layers)
         and (kinds is None or set(kinds) == {"full_attention"})
         and model.config._attn_implementation in _SAME_ATTENTION
     )

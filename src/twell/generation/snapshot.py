@@ -36,8 +36,11 @@ class Snapshot(NamedTuple):
         )
         return next((reason for wrong, reason in reasons if wrong), None)
 
-    def fingerprint(self, attention: str | None) -> int:
-        """Changes where a captured step would read other memory than the model, or run other code."""
+    def fingerprint(self, *configured: str | int | None) -> int:
+        """Changes where a captured step would read other memory than the model, or run other code.
+
+        configured: what the model's forward asks its config for.
+        """
         tensors = (*self.parameters, *self.buffers)
         parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
         for module in self.modules:
@@ -46,7 +49,7 @@ class Snapshot(NamedTuple):
             )
             parts.append((type(module), id(module), _hash(settings)))
         around = torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
-        return hash((*parts, *around, attention))
+        return hash((*parts, *around, *configured))
 
 
 def snapshot_of(model: nn.Module) -> Snapshot:
