@@ -392,6 +392,29 @@ def test_settings_that_change_are_noticed(static, monkeypatch):
     assert len({id(step) for step in static}) == 2
 
 
+class Steered(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.function, self.vector = block, torch.nn.functional.relu, torch.ones(32)
+
+    def forward(self, x):
+        return self.function(self.block(x)) + self.vector
+
+
+@pytest.mark.parametrize(("name", "value"), [("function", torch.sin), ("vector", torch.arange(32.0))])
+def test_functions_and_tensors_that_change_are_noticed(static, monkeypatch, name, value):
+    model, ids = build("llama"), prompt(1, 5)
+    for layer in model.model.layers:
+        layer.mlp = Steered(layer.mlp)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    for _ in range(2):
+        model.generate(ids, **options)
+    assert len({id(step) for step in static}) == 1
+    setattr(model.model.layers[0].mlp, name, value)
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert len({id(step) for step in static}) == 2
+
+
 def test_layers_that_are_left_out_are_noticed(static, monkeypatch):
     model, ids = build("llama"), prompt(1, 5)
     options = {"do_sample": False, "max_new_tokens": 8}

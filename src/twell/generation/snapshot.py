@@ -4,6 +4,8 @@ ones still read the memory and run the code that the model has now."""
 from __future__ import annotations
 
 import os
+import types
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,8 @@ from ..activations import Activation
 from ..plan import ENVIRONMENT_VARIABLE, Plan
 
 # Without None: what is None before a first forward and something of ours afterwards is no setting.
-_SETTINGS = (bool, int, float, str, tuple, torch.dtype, Plan, Activation)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, partial)
+_SETTINGS = (bool, int, float, str, tuple, torch.dtype, Plan, Activation, *_FUNCTIONS)
 
 
 class Snapshot(NamedTuple):
@@ -44,9 +47,10 @@ class Snapshot(NamedTuple):
         tensors = (*self.parameters, *self.buffers)
         parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
         for module in self.modules:
-            settings = tuple(
-                [(name, value) for name, value in vars(module).items() if type(value) in _SETTINGS]
-            )
+            values = vars(module).items()
+            settings = tuple([(name, value) for name, value in values if type(value) in _SETTINGS])
+            # Tensors that are neither parameters nor buffers are read where they lie, too.
+            parts += [(name, t.data_ptr(), t.dtype, t.shape) for name, t in values if type(t) is Tensor]
             parts.append((type(module), id(module), _hash(settings)))
         around = torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
         return hash((*parts, *around, *configured))
