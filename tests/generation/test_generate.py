@@ -333,6 +333,18 @@ def test_a_batch_that_does_not_fit_is_told_what_does(static, monkeypatch, caplog
     assert said in caplog.text
 
 
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
+def test_prompts_of_sparsified_models_are_padded(static, monkeypatch, config):
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config(**SIZES, hidden_act="relu")).eval()
+    twell.sparsify_(model)
+    model, ids = accelerate_(model), prompt(2, 5)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    found = model.generate(ids, **options)
+    assert model._twell_steps.prompts
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
 def test_only_llama_and_qwen2_as_they_are_run_layer_by_layer():
     assert [is_understood(build(kind)) for kind in KINDS] == [True, True, True, True, False]
     assert not is_understood(Turned(LlamaConfig(**SIZES)))
@@ -539,6 +551,36 @@ def test_kernels_of_our_own_generate_the_same_tokens(static, monkeypatch, kind):
     assert torch.equal(model.generate(ids, do_sample=False, **options), expected)
     (step,) = model._twell_steps.values()
     assert isinstance(step._decoder, kernel_layers.KernelLayers)
+
+
+class Recent(torch.nn.Module):
+    """Looks at the axis of its tokens, and gives the same values to a whole batch."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        y = self.block(x) + x.mean(1, keepdim=True)
+        return y.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_blocks_of_ones_own_see_sequences(static, monkeypatch, kernels):
+    if kernels:
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("with a GPU the kernels themselves are tested (-m gpu)")
+        hasten()
+        monkeypatch.setattr(kernel_layers, "DEVICES", ("cpu",))
+        monkeypatch.setattr(kernel_layers, "_compiled_block", lambda: kernel_layers.feed_forward)
+    model, ids = build("llama"), prompt(2, 5)  # which padding would lengthen
+    for layer in model.model.layers:
+        layer.mlp = Recent(layer.mlp)
+    options = {"do_sample": False, "max_new_tokens": 5}
+    found = model.generate(ids, **options)
+    assert static
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
 
 
 @pytest.mark.parametrize("what", ["aligned", "unaligned", "spread", "wide end", "wide start"])

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from .cache import StepCache
-from .kernel_layers import KernelLayers, compiled_or_plain, fit_kernels, layers_of
+from .kernel_layers import KernelLayers, compiled_or_plain, feed_forward, fit_kernels, layers_of
 from .merged import Merged, may_merge, merged_projections, refresh
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
@@ -135,7 +135,7 @@ def _layer(
         queries, keys, values, attn_mask=mask, scale=attention.scaling, enable_gqa=shared
     )
     x = x + attention.o_proj(seen.reshape(x.shape[0], -1))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    return x + feed_forward(layer.mlp, layer.post_attention_layernorm(x))
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

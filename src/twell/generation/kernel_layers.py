@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from .._log import log_once
+from ..nn import SparseMLP
 from ..sparsify.blocks import named_blocks
 from .cache import StepCache
 from .merged import Merged, can_merge, may_merge, merged_projections, refresh
 
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm)
+_BLOCKS = (LlamaMLP, Qwen2MLP)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEVICES = ("cuda",)
 
@@ -94,17 +96,26 @@ def fit_kernels(model: nn.Module) -> bool:
 def _block_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
     """Sparse blocks have kernels of their own; a compiler fuses what it can of others, once for all."""
     if named_blocks(mlp):
-        return mlp
+        return mlp if is_known(mlp) else lambda x: feed_forward(mlp, x)
     return lambda x: _compiled_block()(mlp, x)
 
 
-def _run(mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp(x)
+def is_known(mlp: nn.Module) -> bool:
+    """Whether it computes every token by itself: ours, or a stock block, sparsified or not."""
+    kind = type(mlp)
+    return isinstance(mlp, SparseMLP) or getattr(kind, "_twell_stock", kind) in _BLOCKS
+
+
+def feed_forward(mlp: nn.Module, x: Tensor) -> Tensor:
+    """[B, D] of x [B, D]. Blocks of which nothing is known see a sequence of one token, as from the model."""
+    if is_known(mlp):
+        return mlp(x)
+    return mlp(x[:, None]).expand(*x[:, None].shape)[:, 0].contiguous()
 
 
 @lru_cache(maxsize=1)
 def _compiled_block() -> Callable[..., Any]:
-    return compiled_or_plain(_run)
+    return compiled_or_plain(feed_forward)
 
 
 def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:
