@@ -333,6 +333,18 @@ def test_a_batch_that_does_not_fit_is_told_what_does(static, monkeypatch, caplog
     assert said in caplog.text
 
 
+@pytest.mark.parametrize("config", [LlamaConfig, Qwen2Config])
+def test_prompts_of_sparsified_models_are_padded(static, monkeypatch, config):
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config(**SIZES, hidden_act="relu")).eval()
+    twell.sparsify_(model)
+    model, ids = accelerate_(model), prompt(2, 5)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    found = model.generate(ids, **options)
+    assert model._twell_steps.prompts
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
 def test_only_llama_and_qwen2_as_they_are_run_layer_by_layer():
     assert [is_understood(build(kind)) for kind in KINDS] == [True, True, True, True, False]
     assert not is_understood(Turned(LlamaConfig(**SIZES)))
@@ -390,6 +402,45 @@ def test_settings_that_change_are_noticed(static, monkeypatch):
         attention.scaling = 3.0
     assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
     assert len({id(step) for step in static}) == 2
+
+
+class Steered(torch.nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.function, self.vector = block, torch.nn.functional.relu, torch.ones(32)
+
+    def forward(self, x):
+        return self.function(self.block(x)) + self.vector
+
+
+@pytest.mark.parametrize(("name", "value"), [("function", torch.sin), ("vector", torch.arange(32.0))])
+def test_functions_and_tensors_that_change_are_noticed(static, monkeypatch, name, value):
+    model, ids = build("llama"), prompt(1, 5)
+    for layer in model.model.layers:
+        layer.mlp = Steered(layer.mlp)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    for _ in range(2):
+        model.generate(ids, **options)
+    assert len({id(step) for step in static}) == 1
+    setattr(model.model.layers[0].mlp, name, value)
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert len({id(step) for step in static}) == 2
+
+
+def test_layers_that_are_left_out_are_noticed(static, monkeypatch):
+    model, ids = build("llama"), prompt(1, 5)
+    options = {"do_sample": False, "max_new_tokens": 8}
+    model.generate(ids, **options)
+    model.config.num_hidden_layers = 1
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
+    assert len({id(step) for step in static}) == 2
+
+
+def test_layers_of_a_wider_type_than_the_embedding(static, monkeypatch):
+    model, ids = build("llama"), prompt(2, 5)
+    model.model.embed_tokens.bfloat16()
+    options = {"do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(model.generate(ids, **options), stock_generate(monkeypatch, model, ids, **options))
 
 
 def test_rotary_embeddings_that_depend_on_the_length_stay_stock(static):
@@ -500,6 +551,54 @@ def test_kernels_of_our_own_generate_the_same_tokens(static, monkeypatch, kind):
     assert torch.equal(model.generate(ids, do_sample=False, **options), expected)
     (step,) = model._twell_steps.values()
     assert isinstance(step._decoder, kernel_layers.KernelLayers)
+
+
+class Recent(torch.nn.Module):
+    """Looks at the axis of its tokens, and gives the same values to a whole batch."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        y = self.block(x) + x.mean(1, keepdim=True)
+        return y.mean(0, keepdim=True)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_blocks_of_ones_own_see_sequences(static, monkeypatch, kernels):
+    if kernels:
+        pytest.importorskip("triton")
+        if torch.cuda.is_available():
+            pytest.skip("with a GPU the kernels themselves are tested (-m gpu)")
+        hasten()
+        monkeypatch.setattr(kernel_layers, "DEVICES", ("cpu",))
+        monkeypatch.setattr(kernel_layers, "_compiled_block", lambda: kernel_layers.feed_forward)
+    model, ids = build("llama"), prompt(2, 5)  # which padding would lengthen
+    for layer in model.model.layers:
+        layer.mlp = Recent(layer.mlp)
+    options = {"do_sample": False, "max_new_tokens": 5}
+    found = model.generate(ids, **options)
+    assert static
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+
+
+@pytest.mark.parametrize("what", ["aligned", "unaligned", "spread", "wide end", "wide start"])
+def test_kernels_of_our_own_leave_odd_parameters_to_pytorch(static, monkeypatch, what):
+    """A norm's weights are read as they should lie, 16 bytes at a time; residuals have the layers' type."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(kernel_layers, "DEVICES", ("cpu",))
+    model = build("llama")
+    norm = model.model.norm
+    if what == "unaligned":
+        norm.weight = torch.nn.Parameter(torch.ones(33)[1:])
+    elif what == "spread":
+        norm.weight = torch.nn.Parameter(torch.arange(64.0)[::2])
+    elif what == "wide end":
+        norm.double(), model.lm_head.double()
+    elif what == "wide start":
+        model.model.embed_tokens.double()
+    assert kernel_layers.fit_kernels(model) == (what == "aligned")
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 24, 25, 33])

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
 from .cache import StepCache
-from .kernel_layers import KernelLayers, compiled_or_plain, fit_kernels, layers_of
+from .kernel_layers import KernelLayers, compiled_or_plain, feed_forward, fit_kernels, layers_of
 from .merged import Merged, may_merge, merged_projections, refresh
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
@@ -52,8 +52,10 @@ def is_understood(model: nn.Module) -> bool:
     if type(backbone).forward not in _BACKBONES or not len(layers):
         return False
     kinds = getattr(model.config, "layer_types", None)
+    dtype = model.get_input_embeddings().weight.dtype  # of masks: those of wider layers would not fit
     return (
-        all(type(layer) in _LAYERS and type(layer.self_attn) in _ATTENTION for layer in layers)
+        all(p.dtype == dtype for layer in layers for p in layer.self_attn.parameters())
+        and all(type(layer) in _LAYERS and type(layer.self_attn) in _ATTENTION for layer in layers)
         and (kinds is None or set(kinds) == {"full_attention"})
         and model.config._attn_implementation in _SAME_ATTENTION
     )
@@ -133,7 +135,7 @@ def _layer(
         queries, keys, values, attn_mask=mask, scale=attention.scaling, enable_gqa=shared
     )
     x = x + attention.o_proj(seen.reshape(x.shape[0], -1))
-    return x + layer.mlp(layer.post_attention_layernorm(x))
+    return x + feed_forward(layer.mlp, layer.post_attention_layernorm(x))
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

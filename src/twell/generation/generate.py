@@ -171,7 +171,8 @@ def _request(
     placed = positions is not None
     positions = positions[:, -1] + 1 if placed else attended.sum(1)
     pad = 0 if pad is None else int(pad.flatten()[0])
-    fingerprint = snapshot.fingerprint(model.config._attn_implementation)
+    configured = model.config._attn_implementation, getattr(model.config, "num_hidden_layers", None)
+    fingerprint = snapshot.fingerprint(*configured)
     positions = positions.expand(len(tokens))
     return Request(tokens, attended, positions, placed, sampling, stops, pad, longest, fingerprint)
 

@@ -9,15 +9,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP, Qwen2RMSNorm
 
 from .._log import log_once
+from ..nn import SparseMLP
 from ..sparsify.blocks import named_blocks
 from .cache import StepCache
 from .merged import Merged, can_merge, may_merge, merged_projections, refresh
 
 _NORMS = (LlamaRMSNorm, Qwen2RMSNorm)
+_BLOCKS = (LlamaMLP, Qwen2MLP)
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
 DEVICES = ("cuda",)
 
@@ -72,18 +74,20 @@ def fit_kernels(model: nn.Module) -> bool:
     """Whether the kernels compute what the layers of a Llama or Qwen2 do."""
     layers = layers_of(model)
     norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-    tensors = [parameter for layer in layers for parameter in layer.parameters()]
-    kinds = {(tensor.dtype, tensor.device) for tensor in tensors}
+    norms.append(model.model.norm)
+    modules = *layers, model.model.norm, model.get_input_embeddings()
+    kinds = {(tensor.dtype, tensor.device) for module in modules for tensor in module.parameters()}
     dtype, device = next(iter(kinds))
+    read = [p for module in (*norms, *(layer.self_attn for layer in layers)) for p in module.parameters()]
     return (
         importlib.util.find_spec("triton") is not None
         and torch.version.hip is None
         and len(kinds) == 1
         and dtype in _TYPES
         and device.type in DEVICES
-        and all(type(norm) in _NORMS for norm in (*norms, model.model.norm))
+        and all(type(norm) in _NORMS for norm in norms)
         and all(type(layer.self_attn.o_proj) is nn.Linear for layer in layers)
-        and all(tensor.is_contiguous() for layer in layers for tensor in layer.self_attn.parameters())
+        and all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in read)
         and all(can_merge(layer.self_attn) for layer in layers)
         and may_merge(layers)
     )
@@ -92,17 +96,26 @@ def fit_kernels(model: nn.Module) -> bool:
 def _block_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
     """Sparse blocks have kernels of their own; a compiler fuses what it can of others, once for all."""
     if named_blocks(mlp):
-        return mlp
+        return mlp if is_known(mlp) else lambda x: feed_forward(mlp, x)
     return lambda x: _compiled_block()(mlp, x)
 
 
-def _run(mlp: nn.Module, x: Tensor) -> Tensor:
-    return mlp(x)
+def is_known(mlp: nn.Module) -> bool:
+    """Whether it computes every token by itself: ours, or a stock block, sparsified or not."""
+    kind = type(mlp)
+    return isinstance(mlp, SparseMLP) or getattr(kind, "_twell_stock", kind) in _BLOCKS
+
+
+def feed_forward(mlp: nn.Module, x: Tensor) -> Tensor:
+    """[B, D] of x [B, D]. Blocks of which nothing is known see a sequence of one token, as from the model."""
+    if is_known(mlp):
+        return mlp(x)
+    return mlp(x[:, None]).expand(*x[:, None].shape)[:, 0].contiguous()
 
 
 @lru_cache(maxsize=1)
 def _compiled_block() -> Callable[..., Any]:
-    return compiled_or_plain(_run)
+    return compiled_or_plain(feed_forward)
 
 
 def compiled_or_plain(function: Callable[..., Any]) -> Callable[..., Any]:

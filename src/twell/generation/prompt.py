@@ -14,6 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from .._log import log_once
 from ..sparsify.blocks import named_blocks
 from .graphs import captured_graph, paths_of
+from .kernel_layers import is_known, layers_of
 
 MOST_TOKENS = 1536  # of a batch: from about here on the GPU takes longer than the host (2B model)
 _SHORTEST = 16
@@ -38,8 +39,12 @@ def padded_length(length: int) -> int:
 
 
 def fits_prompt(model: nn.Module, batch: int, length: int) -> bool:
-    """Of a model that `decoder.is_understood`."""
-    return batch * padded_length(length) <= MOST_TOKENS and model.config._attn_implementation in _ATTENTION
+    """Of a model that `decoder.is_understood`. Other blocks than are known may see the padding."""
+    return (
+        batch * padded_length(length) <= MOST_TOKENS
+        and model.config._attn_implementation in _ATTENTION
+        and all(is_known(layer.mlp) for layer in layers_of(model))
+    )
 
 
 def padded(tokens: Tensor, attended: Tensor, positions: Tensor) -> Padded:

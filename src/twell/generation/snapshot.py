@@ -4,6 +4,8 @@ ones still read the memory and run the code that the model has now."""
 from __future__ import annotations
 
 import os
+import types
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,8 @@ from ..activations import Activation
 from ..plan import ENVIRONMENT_VARIABLE, Plan
 
 # Without None: what is None before a first forward and something of ours afterwards is no setting.
-_SETTINGS = (bool, int, float, str, tuple, torch.dtype, Plan, Activation)
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, partial)
+_SETTINGS = (bool, int, float, str, tuple, torch.dtype, Plan, Activation, *_FUNCTIONS)
 
 
 class Snapshot(NamedTuple):
@@ -36,17 +39,21 @@ class Snapshot(NamedTuple):
         )
         return next((reason for wrong, reason in reasons if wrong), None)
 
-    def fingerprint(self, attention: str | None) -> int:
-        """Changes where a captured step would read other memory than the model, or run other code."""
+    def fingerprint(self, *configured: str | int | None) -> int:
+        """Changes where a captured step would read other memory than the model, or run other code.
+
+        configured: what the model's forward asks its config for.
+        """
         tensors = (*self.parameters, *self.buffers)
         parts: list[Any] = [(t.data_ptr(), t.dtype, t.shape) for t in tensors]
         for module in self.modules:
-            settings = tuple(
-                [(name, value) for name, value in vars(module).items() if type(value) in _SETTINGS]
-            )
+            values = vars(module).items()
+            settings = tuple([(name, value) for name, value in values if type(value) in _SETTINGS])
+            # Tensors that are neither parameters nor buffers are read where they lie, too.
+            parts += [(name, t.data_ptr(), t.dtype, t.shape) for name, t in values if type(t) is Tensor]
             parts.append((type(module), id(module), _hash(settings)))
         around = torch.get_float32_matmul_precision(), os.environ.get(ENVIRONMENT_VARIABLE)
-        return hash((*parts, *around, attention))
+        return hash((*parts, *around, *configured))
 
 
 def snapshot_of(model: nn.Module) -> Snapshot:
