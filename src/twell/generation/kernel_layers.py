@@ -95,9 +95,26 @@ def fit_kernels(model: nn.Module) -> bool:
 
 def _block_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:
     """Sparse blocks have kernels of their own; a compiler fuses what it can of others, once for all."""
-    if named_blocks(mlp):
-        return mlp if is_known(mlp) else lambda x: feed_forward(mlp, x)
-    return lambda x: _compiled_block()(mlp, x)
+    if not named_blocks(mlp):
+        return lambda x: _compiled_block()(mlp, x)
+    if isinstance(mlp, SparseMLP) and _reads_parameters(mlp):
+        return lambda x: _run_steadily(mlp, x)
+    return mlp if is_known(mlp) else lambda x: feed_forward(mlp, x)
+
+
+def _reads_parameters(block: SparseMLP) -> bool:
+    """Whether kernels read the selector's parameter itself, not what another kernel has just made of it."""
+    from ..kernels.gpu.operands import is_readable
+
+    selector = block.up_proj if block.gate_proj is None else block.gate_proj
+    return type(selector) is nn.Linear and is_readable(selector.weight)
+
+
+def _run_steadily(block: SparseMLP, x: Tensor) -> Tensor:
+    from ..kernels.gpu.launch import steady_weights
+
+    with steady_weights():  # a norm is in front of it, which writes no weights
+        return block(x)
 
 
 def is_known(mlp: nn.Module) -> bool:

@@ -9,7 +9,6 @@ import torch
 
 from twell import Activation, Plan, ffn, ffn_with_stats, recorded_paths, reference
 from twell.backends import get_backend
-from twell.kernels.gpu import forward
 from twell.kernels.gpu.dense import fused_hidden
 from twell.layer_state import Reading
 from twell.problem import Decision, FfnArgs
@@ -100,29 +99,6 @@ def test_drelu_clamps_up_and_keeps_its_nan(interpreted, path):
     y = ffn(x, up, down, gate, activation="drelu", up_bias=up_bias, plan=plan)
     assert y.isnan().all(1).tolist() == [True, True, True, False, False]
     assert not y[3:].any()
-
-
-@pytest.mark.parametrize("made", ["read as it is", "copied", "cast"])
-def test_a_selector_made_for_the_call_is_not_written_by_the_kernel_before(interpreted, monkeypatch, made):
-    """Hopper's kernels fetch it before they wait for the kernel in front, which has to be another one."""
-    (x, up, down, gate), _ = block(4, dtype=torch.float32 if made == "cast" else torch.float16)
-    gate = gate.mT.contiguous().mT if made == "copied" else gate
-    x = x.half()
-    run, given = forward.run_decode, []
-    monkeypatch.setattr(
-        forward, "run_decode", lambda operands, tapes: (given.append(operands), run(*given, tapes))[1]
-    )
-    plan = Plan(path="block", backend=interpreted)
-    with torch.no_grad(), torch.autocast("cpu", torch.float16, enabled=made == "cast"):
-        y = ffn(x, up, down, gate, plan=plan)
-    (operands,) = given
-    assert (operands.x.data_ptr() == x.data_ptr()) == (made == "read as it is")
-    assert torch.equal(operands.x, x)
-    assert_accurate(
-        y,
-        reference.ffn(x, *(t.half() for t in (up, down, gate)), dtype=torch.float64).y,
-        stock_dense(x, *(t.half() for t in (up, down, gate)), activation="relu"),
-    )
 
 
 def test_strided_operands(interpreted):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from ..._errors import reject
 from ..._log import note_path
 from ...activations import largest_at_most
-from ...problem import Decision, FfnArgs, FfnOutput, source_of
+from ...problem import Decision, FfnArgs, FfnOutput
 from ..dense import dense_forward, dense_forward_keeping
 from .block import BlockRun, blocks_kind, run_blocks, tokens_to_play
 from .decode import decode_kind, run_decode
@@ -72,10 +70,6 @@ def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     few = is_decode(operands.tokens, decision) and not record
     note_path("decode" if few else "block", args.x, operands.neurons, reason=decision.reason)
     if few:
-        if _is_fresh(operands, args):
-            # Kernels for few tokens ask for the selector before they wait for the kernel in front of them,
-            # which may be the one that writes it: this one goes between them.
-            operands = replace(operands, x=operands.x.clone())
         run = run_decode(operands, tapes)
         output, slots = FfnOutput(run.y), run.slots
     else:
@@ -85,12 +79,6 @@ def _block(args: FfnArgs, decision: Decision, record: bool) -> FfnOutput:
     if decision.read:
         decision.reading.take(run.counts.tensor(), slots)
     return output
-
-
-def _is_fresh(operands: Operands, args: FfnArgs) -> bool:
-    """Whether the selector was cast or copied for this call."""
-    selector = args.selector
-    return source_of(selector) is not selector or operands.select.data_ptr() != selector.data_ptr()
 
 
 class GpuRepeat:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import BuiltinFunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -62,7 +63,27 @@ class _Recording(threading.local):
     tape: Tape | None = None
 
 
-recording = _Recording()
+class _Around(threading.local):
+    steady: bool = False
+
+
+recording, _around = _Recording(), _Around()
+
+
+@contextmanager
+def steady_weights() -> Iterator[None]:
+    """Inside, no kernel that is captured right before a call writes the weights of that call. It may fetch
+    them while that kernel still runs: other kernels are waited for first, one by one."""
+    before, _around.steady = _around.steady, True
+    try:
+        yield
+    finally:
+        _around.steady = before
+
+
+def weights_are_steady() -> bool:
+    """Of a launch that is captured only: one that is repeated later may follow any kernel."""
+    return _around.steady and torch.cuda.is_current_stream_capturing()
 
 
 def kind_number(kind: Hashable) -> int:

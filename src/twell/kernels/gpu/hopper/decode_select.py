@@ -63,13 +63,15 @@ def _send(w_desc, x_desc, ring, tile, step, start, span, WITH_X: gl.constexpr, R
 
 
 @gluon.jit
-def _send_first(w_desc, x_desc, ring, tile, span, RESIDENT: gl.constexpr):
-    """The first tile of weight rows, with x. The ring fills with weights while the kernel that makes x may
-    still run. Returns the next step."""
+def _send_first(w_desc, x_desc, ring, tile, span, early, RESIDENT: gl.constexpr):
+    """The first tile of weight rows, with x. Early, the ring fills with weights while the kernel that makes x
+    may still run. Returns the next step."""
     x_ring, w_ring, ready, _free = ring
     NEURONS: gl.constexpr = w_desc.block_shape[0]
     DEPTH: gl.constexpr = x_desc.block_shape[1]
     EARLY: gl.constexpr = min(w_ring.shape[0], x_ring.shape[0])
+    if early == 0:
+        gdc_wait()
     for step in gl.static_range(EARLY):
         if step * DEPTH < span:
             mbarrier.expect(ready.index(step), x_desc.block_type.nbytes + w_desc.block_type.nbytes)
@@ -91,6 +93,7 @@ def _produce(
     decided,
     H,
     span,
+    early,
     GATED: gl.constexpr,
     GATHERED: gl.constexpr,
     RESIDENT: gl.constexpr,
@@ -101,7 +104,7 @@ def _produce(
     for tile in range(gl.program_id(0), gl.cdiv(H, NEURONS), gl.num_programs(0)):
         turn = tile // gl.num_programs(0)
         if turn == 0:
-            step = _send_first(select_desc, x_desc, ring, tile, span, RESIDENT)
+            step = _send_first(select_desc, x_desc, ring, tile, span, early, RESIDENT)
         else:
             step = _send(select_desc, x_desc, ring, tile, step, 0, span, not RESIDENT, RESIDENT)
         if GATED:
@@ -289,7 +292,7 @@ def _gather_up(
 
 
 # One compiled kernel for any number of tokens: a CUDA graph capture must not meet a new one.
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "early"])
 def decode_select_up_hopper(
     x,
     x_desc,
@@ -305,6 +308,7 @@ def decode_select_up_hopper(
     H,
     D,
     threshold,
+    early,
     HAS_SELECT_BIAS: gl.constexpr,
     HAS_UP_BIAS: gl.constexpr,
     GATED: gl.constexpr,
@@ -317,6 +321,7 @@ def decode_select_up_hopper(
 ):
     """counts, neurons, values of `launch_decode` from x [M, D] and up [H, D]; M at most the rows of x_desc.
 
+    early: whether the kernel in front writes none of the weights (1), or may (0).
     GATHERED: up to how many active neurons of a tile are gathered: 0, 8 or 16.
     RESIDENT: whether all of x stays in shared memory: X_TILES steps of depth that cover D, so many that warps
               share them out evenly. Else x passes by with the weights and X_TILES is STAGES.
@@ -354,7 +359,7 @@ def decode_select_up_hopper(
                     RESIDENT,
                 ),
             ),
-            (_produce, (weights, x_desc, counts, ring, decided, H, span, GATED, GATHERED, RESIDENT)),
+            (_produce, (weights, x_desc, counts, ring, decided, H, span, early, GATED, GATHERED, RESIDENT)),
         ],
         [1],
         [40],

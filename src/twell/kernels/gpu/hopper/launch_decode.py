@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..decode import down_arguments, select_constants
 from ..device import Gpu, gpu_of
-from ..launch import Tokens, kind_number, launch
+from ..launch import Tokens, kind_number, launch, weights_are_steady
 from ..operands import Operands
 from ..sizes import cdiv, power_of_two
 from ..workspace import Piece
@@ -110,6 +110,7 @@ def launch_hopper(
         operands.neurons,
         operands.features,
         operands.threshold,
+        int(weights_are_steady()),
     )
     constants = select_constants(operands) | {
         "X_TILES": tiles.x_tiles,
