@@ -38,14 +38,15 @@ def _both(record: Record | None, scale: float) -> str:
 def generation_of_text() -> str:
     """With a trained model, on prompts from all over a text."""
     lines = [
-        "| sequences | active neurons | ms per token | dense, same engine | | sparse calls |",
-        "|---:|---:|---:|---:|---:|---:|",
+        "| sequences | active neurons | ms per token | dense, same engine | | sparse calls | equal tokens |",
+        "|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for record in _part("text"):
         ours, theirs = record.value * 1e3, record.baseline_value * 1e3
         lines.append(
             f"| {record.shape['M']} | {record.sparsity['nnz']:.0f} of {record.shape['H']:,} | {ours:.3f} "
-            f"| {theirs:.3f} | {theirs / ours:.2f}x | {float(record.shape['sparse_calls']):.0%} |"
+            f"| {theirs:.3f} | {theirs / ours:.2f}x | {float(record.shape['sparse_calls']):.0%} "
+            f"| {float(record.shape['same_tokens']):.0%} |"
         )
     return "\n".join(lines)
 
@@ -54,7 +55,7 @@ def generation_start() -> str:
     """One sentence."""
     (record,) = _part("start")
     return (
-        f"From the start of a process to its first token, with the checkpoint in the machine's memory: "
+        f"From the start of a process to the 2B model's first token, with its files in the machine's memory: "
         f"{record.baseline_value:.0f} s the first time, {record.value:.0f} s from then on."
     )
 
@@ -64,11 +65,12 @@ def _part(name: str) -> list[Record]:
 
 
 def generation_measured_on() -> str:
-    record = read_records(GENERATION)[-1]
-    versions, device = record.versions, record.hardware.get("gpu", "CPU")
+    records = read_records(GENERATION)
+    versions, device = records[-1].versions, records[-1].hardware.get("gpu", "CPU")
+    commits = ", ".join(sorted({record.commit for record in records}))
     return (
-        f"One {device}, torch {versions['torch']}, triton {versions.get('triton')}, commit {record.commit}, "
-        f"{record.date[:10]}."
+        f"One {device}, torch {versions['torch']}, triton {versions.get('triton')}, commit {commits}, "
+        f"{max(record.date for record in records)[:10]}."
     )
 
 

@@ -133,6 +133,7 @@ def test_it_ends_at_the_end_of_the_text(twell, folder, tmp_path):
         (("--prompt", "x", "--tokens", POSITIONS), f"tokens: got {POSITIONS}; accepted: at most"),
         (("--prompt", "x", "--dtype", "int4"), "twell: dtype: got 'int4'; accepted: auto | float32"),
         (("--prompt", "x", "--batch", 4), "twell: batch: got 4; accepted: 1 with temperature 0"),
+        (("--prompt", "x", "--top-k", 4), "twell: top-k: got 4; accepted: 0 with temperature 0"),
         (
             ("--prompt", "x", "--batch", 10**13, "--temperature", 1),
             r"twell: batch: got 10000000000000; accepted: at most \d+: keys and values of \d+ tokens take",

@@ -63,7 +63,7 @@ def test_the_command(installed, started, tmp_path):
     (run / "model" / "config.json").write_text("{}")
     done = CliRunner().invoke(app, ["serve", str(run), "--", "--port", "8001"], catch_exceptions=False)
     assert done.exit_code == 0
-    assert f"serving {run} with vLLM" in done.output
+    assert f"serving {run} as model '{run / 'model'}' with vLLM" in done.output
     assert started[0][3:] == ["serve", str(run / "model"), "--port", "8001"]
     CliRunner().invoke(app, ["serve", str(run), "--dtype", "float32"], catch_exceptions=False)
     assert started[1][-2:] == ["--dtype", "float32"]

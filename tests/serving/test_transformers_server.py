@@ -124,9 +124,9 @@ def test_many_streams_at_once(server, wanted):
         ({"max_tokens": 0}, 400, "max_tokens: got 0; accepted: 1 or more"),
         ({"prompt": ""}, 400, "prompt: got no tokens"),
         ({"prompt": words([1] * POSITIONS)}, 400, f"fewer than the {POSITIONS} positions of the model"),
-        ({"prompt": [1, 2]}, 400, ""),
-        ({"model": "another"}, 400, ""),
-        ({"extra_body": {"nonsense": 1}}, 422, ""),
+        ({"prompt": [1, 2]}, 400, "prompt must be a string"),
+        ({"model": "another"}, 400, "requested 'another'"),
+        ({"extra_body": {"nonsense": 1}}, 422, "nonsense"),
     ],
     ids=lambda value: str(value)[:24],
 )

@@ -39,6 +39,8 @@ def run_generate(
 ) -> None:
     if batch > 1 and temperature == 0:
         reject("batch", batch, "1 with temperature 0, where all texts would be equal")
+    if top_k and temperature == 0:
+        reject("top-k", top_k, "0 with temperature 0, which always takes the best token")
     sampling: dict[str, Any] = {"do_sample": False, "repetition_penalty": repetition_penalty}
     if temperature > 0:
         sampling |= {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}

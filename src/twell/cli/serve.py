@@ -28,9 +28,11 @@ def run_serve(*, model: str, options: list[str]) -> None:
     """Become the server's process, so that signals reach it; never returns."""
     from ..train.checkpoints import find_model
 
-    server = choose_server(find_model(model), options)
+    folder = find_model(model)
+    server = choose_server(folder, options)
+    named = "" if folder == model else f" as model {folder!r}"  # what requests have to call it
     Console(stderr=True).print(
-        f"serving {model} with {server.name}", highlight=False, markup=False, soft_wrap=True
+        f"serving {model}{named} with {server.name}", highlight=False, markup=False, soft_wrap=True
     )
     os.execv(server.command[0], server.command)
 

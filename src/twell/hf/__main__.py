@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 if __name__ == "__main__":
     from transformers.cli.transformers import main
     from transformers.utils.import_utils import is_serve_available
@@ -12,6 +14,8 @@ if __name__ == "__main__":
         prepare()
         try:
             main()
+        except (ValueError, OSError) as error:  # a folder without weights or tokenizer, for one
+            sys.exit(f"twell: {error}")
         finally:
             stop()
     else:

@@ -19,6 +19,7 @@ import transformers
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from huggingface_hub.errors import CacheNotFound
+from starlette.exceptions import HTTPException
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving import model_manager, server, utils
 
@@ -88,13 +89,17 @@ class Models(model_manager.ModelManager):
 def build_server(*given: Any, **named: Any) -> FastAPI:
     app = _stock_build_server(*given, **named)
     app.add_exception_handler(ValueError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
     return app
 
 
 async def _refuse(_request: Request, error: Exception) -> JSONResponse:
     """In the form that OpenAI's client shows."""
-    body = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, status_code=400)
+    status, said = 400, str(error)
+    if isinstance(error, HTTPException):  # the server's own refusals, which the client would not show
+        status, said = error.status_code, str(error.detail)
+    body = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, status_code=status)
 
 
 class _Checked:
