@@ -102,7 +102,9 @@ class Bench:
             options = {"cache_implementation": "static"} if name == STATIC else {}
             timings[name] = seconds_per_token(run(name, self.dense, **options), self.device, 2, self.new)
         generate.DEVICES = kept
-        shape = {"sparse_calls": f"{sparse_share:.2f}"}
+        # Equal tokens say little of a model that writes the same one over and over.
+        distinct = [len(set(row)) for row in outputs["ours"][:, PROMPT:].tolist()]
+        shape = {"sparse_calls": f"{sparse_share:.2f}", "distinct": f"{sum(distinct) / batch:.0f}"}
         for baseline in list(timings)[1:]:
             same = (outputs["ours"][:, PROMPT:] == outputs[baseline][:, PROMPT:]).float().mean().item()
             shape["same_tokens"] = f"{same:.3f}"
