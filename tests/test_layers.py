@@ -41,6 +41,7 @@ LAYERS = [
     {"profiling"},
     {"verification"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -198,3 +198,11 @@ def test_missing_weights_of_other_file_formats_are_refused(tmp_path):
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="feed-forward weights"):
         SparseLlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_file_that_was_cut_off_is_named(tmp_path):
+    sparse_model().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(OSError, match=r"model\.safetensors: no whole safetensors file"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
@@ -238,7 +238,10 @@ def _shapes_in(files: list[Path]) -> dict[str, tuple[int, ...]]:
     """Shapes from the files' headers, by key."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118, it is no mapping
-                shapes[key] = tuple(tensors.get_slice(key).get_shape())
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118, it is no mapping
+                    shapes[key] = tuple(tensors.get_slice(key).get_shape())
+        except SafetensorError as error:
+            raise OSError(f"{file}: no whole safetensors file ({error}); save or download it again") from None
     return shapes
