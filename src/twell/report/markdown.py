@@ -1,0 +1,67 @@
+"""A report as Markdown, for a README: headline, tables, links to the figures, commands."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import quote
+
+from .document import Block, Commands, Figures, HeatMap, Paragraph, Report, Table
+
+
+def markdown(report: Report, figures: str = "") -> str:
+    headline = report.headline
+    parts = [f"# {_text(headline.title)}"]
+    if headline.claim:
+        parts.append(f"**{_text(headline.claim)}**")
+    parts += [_text(text) for text in (headline.conditions, headline.measured) if text]
+    if headline.facts:
+        rows = [(fact.value, fact.label, fact.note) for fact in headline.facts]
+        parts.append(_rows(("", "", ""), rows, {0, 1, 2}, ()))
+    for section in report.sections:
+        blocks = [text for block in section.blocks if (text := _block(block, figures))]
+        # The heat map needs a page: what leads to it is left out with it.
+        if blocks and not any(isinstance(block, HeatMap) for block in section.blocks):
+            parts += [f"## {_text(section.title)}", *blocks]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(block: Block, figures: str) -> str:
+    match block:
+        case Paragraph(text):
+            return _text(text)
+        case Table():
+            drawn = _rows(block.columns, block.rows, set(block.left), block.strong)
+            drawn += f"\n\n{_text(block.caption)}" if block.caption else ""
+            if block.folded:
+                return f"<details><summary>{_text(block.folded)}</summary>\n\n{drawn}\n\n</details>"
+            return drawn
+        case Figures(drawn) if figures:
+            return "\n\n".join(
+                f"![{_text(one.drawing.title)}]({quote(f'{figures}/{one.name}.svg')})"
+                + (f"\n\n{_text(one.caption)}" if one.caption else "")
+                for one in drawn
+            )
+        case Commands(lines):
+            longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+            fence = "`" * max(3, longest + 1)
+            return "\n".join([f"{fence}sh", *(line.replace("\n", " ") for line in lines), fence])
+    return ""
+
+
+def _rows(columns, rows, left: set[int], strong) -> str:
+    lines = [_line(columns), "|" + "".join("---|" if i in left else "---:|" for i in range(len(columns)))]
+    for place, row in enumerate(rows):
+        bold = place in strong
+        lines.append(_line([f"**{_text(c)}**" if bold and c and i < 6 else c for i, c in enumerate(row)], bold))
+    return "\n".join(lines)
+
+
+def _line(cells, done: bool = False) -> str:
+    return f"| {' | '.join(cell if done and cell.startswith('**') else _text(cell) for cell in cells)} |"
+
+
+def _text(text: str) -> str:
+    """`text` on one line, with nothing in it that Markdown or HTML would take for a sign."""
+    line = " ".join(str(text).split())
+    line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", line)
