@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from html import escape
 
+_LONG = 40  # characters of a cell that may take several lines
 _SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
@@ -48,18 +49,24 @@ def table(
 
     def cells(tag: str, row: Sequence[str]) -> str:
         return "".join(
-            f"<{tag}{_alignment(place in left)}>{escaped(cell)}</{tag}>" for place, cell in enumerate(row)
+            f"<{tag}{_wrapping(cell)}{_alignment(place in left)}>{escaped(cell)}</{tag}>"
+            for place, cell in enumerate(row)
         )
 
     body = "".join(
-        f'<tr{" class=strong" if place in strong else ""}>{cells("td", row)}</tr>'
+        f"<tr{' class=strong' if place in strong else ''}>{cells('td', row)}</tr>"
         for place, row in enumerate(rows)
     )
-    named = f"<caption>{escaped(caption)}</caption>" if caption else ""
+    # Not a <caption>, which would scroll with the table.
+    below = f'<p class="caption">{escaped(caption)}</p>' if caption else ""
     return (
         '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
-        f"{named}<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table></div>"
+        f"<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table></div>{below}"
     )
+
+
+def _wrapping(cell: str) -> str:
+    return " class=wrap" if len(cell) > _LONG else ""
 
 
 def _alignment(left: bool) -> str:

@@ -8,6 +8,7 @@ report                                             at the end of a notebook's ce
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .document import Report
@@ -17,9 +18,9 @@ __all__ = ["Inputs", "Report", "make_report", "read_inputs"]
 
 
 def make_report(paths: Sequence[str | Path]) -> Report:
-    """A report of any mix of runs' folders, profiles and files of records; sections without data are left out.
+    """A report of any mix of runs' folders, profiles and files of records.
 
-    Raises ValueError for a path that is none of these.
+    Sections without data are left out. Raises ValueError for a path that is none of these.
     """
     from .bench_sections import bench_sections
     from .headline import make_headline
@@ -27,8 +28,10 @@ def make_report(paths: Sequence[str | Path]) -> Report:
     from .profile_sections import profile_sections
     from .record_sections import record_sections
     from .run_sections import run_sections
+    from .sweep import ordered
 
     inputs = read_inputs(paths)
+    inputs = replace(inputs, runs=ordered(inputs.runs))
     sections = [
         *bench_sections(inputs.records),
         *run_sections(inputs),

@@ -65,7 +65,11 @@ def _figures(group: list[Record], name: str) -> list[Figure]:
         ("peak_bytes", "Peak memory", "beyond what was there before the call; less is better", gigabytes),
         ("millijoules_per_token", "Energy", "millijoules per token; less is better", lambda v: f"{v:.3g} mJ"),
     ):
-        bars = [Bar(contender(r), r.details[key], form(r.details[key]), _ours(r)) for r in group if key in r.details]
+        bars = [
+            Bar(contender(r), r.details[key], form(r.details[key]), _ours(r))
+            for r in group
+            if key in r.details
+        ]
         if len(bars) > 1:
             figures.append(Figure(f"{name}-{key.split('_')[0]}", Bars(title, unit, bars)))
     return figures

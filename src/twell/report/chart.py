@@ -83,9 +83,7 @@ class Chart:
         return _svg(self.title, self._described(), top + HEIGHT - 4, "".join(parts), standalone)
 
     def _drawable(self, one: Series) -> list[tuple[float, float]]:
-        return [
-            (x, y) for x, y in one.points if drawable(x, self.x_scale) and drawable(y, self.y_scale)
-        ]
+        return [(x, y) for x, y in one.points if drawable(x, self.x_scale) and drawable(y, self.y_scale)]
 
     def _x_axis(self, xs: list[float], begin: float, end: float) -> Scale:
         if self.x_labels:  # ordinal: a little room at both ends
@@ -94,12 +92,13 @@ class Chart:
         if self.x_scale == "log":
             return make_scale(xs, "log", begin, end)
         low, high = min(xs), max(xs)
-        return Scale("linear", low, high if high > low else low + 1, begin, end)
+        high = high if high > low else low + 1
+        # Lines begin at the axis; points need room around them.
+        margin = 0 if all(one.line for one in self.series if one.name) else 0.05 * (high - low)
+        return Scale("linear", low - margin, high + margin, begin, end)
 
     def _grid(self, axis: Scale, values: list[float], left: float) -> str:
-        parts = [
-            f'<text class="label" x="2" y="{axis.end - 12:.0f}">{escaped(self.y_label)}</text>'
-        ]
+        parts = [f'<text class="label" x="2" y="{axis.end - 12:.0f}">{escaped(self.y_label)}</text>']
         for value in values:
             y = axis.place(value)
             parts.append(f'<line class="grid" x1="{left:.1f}" x2="{WIDTH - 6}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -143,7 +142,7 @@ class Chart:
             return "", 24
         parts, x, y = [], 4.0, 13.0
         for one in named:
-            width = 26 + len(one.name) * _CHARACTER + 12
+            width = 26 + len(one.name) * _CHARACTER + 18
             if x > 4 and x + width > WIDTH:
                 x, y = 4.0, y + 18
             mark = (
@@ -196,7 +195,7 @@ class Bars:
     reference: float | None = None
 
     def svg(self, *, standalone: bool = False) -> str:
-        widest = max(len(bar.shown) for bar in self.bars) * _CHARACTER + 14
+        widest = max(len(bar.shown) for bar in self.bars) * 1.2 * _CHARACTER + 14  # bold
         most = max(max(bar.value, bar.span[1] if bar.span else 0) for bar in self.bars) or 1
         unit = (WIDTH - widest - 2) / most
         parts, y = [], 4
@@ -215,9 +214,7 @@ class Bars:
                     f'M{high:.1f} {middle - 4}v8"/>'
                 )
                 length = max(length, high)
-            parts.append(
-                f'<text class="value" x="{length + 8:.1f}" y="{y + 32}">{escaped(bar.shown)}</text>'
-            )
+            parts.append(f'<text class="value" x="{length + 8:.1f}" y="{y + 32}">{escaped(bar.shown)}</text>')
             y += 46
         if self.reference is not None:
             x = 2 + self.reference * unit
@@ -227,9 +224,7 @@ class Bars:
         return _svg(self.title, f"{self.x_label}. {described}.", y + 18, "".join(parts), standalone)
 
 
-def _drawn(
-    one: Series, points: list[tuple[float, float]], x_axis: Scale, y_axis: Scale, chart: Chart
-) -> str:
+def _drawn(one: Series, points: list[tuple[float, float]], x_axis: Scale, y_axis: Scale, chart: Chart) -> str:
     places = [(x_axis.place(x), y_axis.place(y)) for x, y in points]
     parts = []
     if one.line and len(places) > 1:
@@ -250,7 +245,9 @@ def _drawn(
 
 def _tone(one: Series) -> str:
     if isinstance(one.tone, float):
-        return f"color-mix(in oklab,var(--ramp-first),var(--ramp-last) {100 * one.tone:.0f}%)"
+        names = ("first", "middle") if one.tone < 0.5 else ("middle", "last")
+        ends = ",".join(f"var(--ramp-{name})" for name in names)
+        return f"color-mix(in oklab,{ends} {200 * (one.tone % 0.5 if one.tone < 1 else 0.5):.0f}%)"
     return f"var(--s{one.tone % COLOURS})"
 
 

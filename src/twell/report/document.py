@@ -84,12 +84,11 @@ class Fact:
 
 @dataclass(frozen=True)
 class Headline:
-    """claim: the largest gain, in a sentence. conditions: baseline and circumstances that it holds in."""
+    """claim: the largest gain, in a sentence. notes: what it holds for, and what was measured."""
 
     title: str
-    measured: str
     claim: str
-    conditions: str = ""
+    notes: Sequence[str] = ()
     facts: Sequence[Fact] = ()
 
 

@@ -1,20 +1,23 @@
 """The largest gain that the records honestly show, with its baseline and its conditions.
 
-Whole models come before blocks, a gain counts over the fastest dense contender that ran beside it, and with the
-lower end of its interval. Where nothing was faster, the headline says so.
+Whole models come before blocks. A gain counts over the fastest dense contender that ran beside it, and with
+the lower end of its interval. Where nothing was faster, the headline says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..measure.records import Record
 from .document import Fact, Headline
 from .inputs import Inputs, Profiled, Run
-from .record_names import described, is_block, is_whole_model, workload
+from .record_names import contender, described, is_bench, is_block, is_whole_model, workload
 from .sweep import base_run, sparsest_good
 from .wording import change, exponent, gigabytes, listed, share, short, times
+
+_NO_GAIN = 1.005  # beside rounding
 
 
 @dataclass(frozen=True)
@@ -40,24 +43,21 @@ def make_headline(inputs: Inputs) -> Headline:
     candidates = whole or gains
     if candidates:
         best = max(candidates, key=lambda gain: gain.low)
-        interval = f", 95% between {times(best.low)} and {times(best.high)}" if best.low != best.high else ""
-        if best.low > 1.005:
-            claim = f"{best.what} runs {times(best.value)} as fast as {best.baseline}{interval}."
-        else:
-            claim = (
-                f"Nothing measured here is faster than dense. The best: {best.what} runs {times(best.value)} as "
-                f"fast as {best.baseline}{interval}."
-            )
-        conditions = best.conditions
-        facts.append(
-            Fact(times(best.value), f"the speed of {best.baseline}", best.what, good=best.low > 1.005)
-        )
+        claim = f"{best.what}: {times(best.value)} as fast as {best.baseline}."
+        if best.low <= _NO_GAIN:
+            claim = f"Nothing measured here is surely faster than dense. The best: {claim}"
+        interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
+        conditions = best.conditions + interval
+        good = best.low > _NO_GAIN
+        facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
         facts += best.facts
     sparse, cost = _of_runs(inputs.runs)
-    if sparse:
-        claim = f"{claim} {sparse}".strip()
     facts += _active(inputs) + cost
-    return Headline(title, _measured(inputs), claim, conditions, facts[:5])
+    if not claim:
+        claim, sparse = sparse, ""
+    return Headline(
+        title, claim, [text for text in (sparse, conditions, _measured(inputs)) if text], facts[:5]
+    )
 
 
 def _short_name(source: str) -> str:
@@ -120,17 +120,24 @@ def gain_over_fastest(record: Record) -> tuple[str, float | None, float, float]:
 def _conditions(record: Record) -> str:
     shape, where = record.shape, record.hardware
     parts = [str(where.get("gpu") or where.get("cpu"))]
+    if is_bench(record):
+        parts.insert(0, contender(record))
     if not where.get("gpu"):
-        parts[0] += f", {where.get('torch_threads')} threads"
+        parts[-1] += f", {_threads(where)}"
     for name, word in (("dtype", ""), ("layers", " layers"), ("D", "D "), ("H", "H ")):
         if name in shape:
             parts.append(f"{shape[name]}{word}" if name in ("dtype", "layers") else f"{word}{shape[name]}")
     nnz = record.sparsity.get("nnz", record.sparsity.get("wanted_nnz"))
     if nnz is not None:
         parts.append(f"{short(nnz)} active neurons per token and layer")
-    if shape.get("text") == "random tokens":
+    if shape.get("text") == "random tokens" or record.what.startswith("bench_training"):
         parts.append("a model built to be this sparse, on random tokens")
     return f"Conditions: {', '.join(parts)}; commit {record.commit}."
+
+
+def _threads(hardware: Mapping[str, Any]) -> str:
+    threads = hardware.get("torch_threads")
+    return "1 thread" if threads == 1 else f"{threads} threads"
 
 
 def _beside(record: Record, records: Sequence[Record], name: str) -> Iterable[Fact]:
@@ -148,7 +155,9 @@ def _beside(record: Record, records: Sequence[Record], name: str) -> Iterable[Fa
                 if key == "peak_bytes"
                 else f"{theirs:.3g} to {ours:.3g} mJ"
             )
-            yield Fact(change(ours / theirs), label, f"{shown}, against {name.replace('-', ' ')}", ours < theirs)
+            yield Fact(
+                change(ours / theirs), label, f"{shown}, against {name.replace('-', ' ')}", ours < theirs
+            )
 
 
 def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
@@ -158,16 +167,16 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             continue
         value = sum(speed.dense_ms for speed in timed) / sum(speed.auto_ms for speed in timed)
         where = one.profile.hardware
-        place = where.get("gpu") or f"{where.get('cpu')}, {where.get('torch_threads')} threads"
+        place = where.get("gpu") or f"{where.get('cpu')}, {_threads(where)}"
         yield Gain(
             value,
             value,
             value,
             False,
-            f"The {len(timed)} feed-forward blocks of {_short_name(one.profile.model)} together, automatic plan,",
+            f"The {len(timed)} feed-forward blocks of {_short_name(one.profile.model)} together",
             "dense PyTorch",
-            f"Conditions: {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the profiled text at once; "
-            "blocks alone, without attention; medians of interleaved calls.",
+            f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
+            "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
         )
 
 
@@ -178,13 +187,14 @@ def _of_runs(runs: Sequence[Run]) -> tuple[str, list[Fact]]:
         return "", []
     neurons = run.config.model.intermediate_size
     text = (
-        f"With lambda {exponent(run.l1)}, a token activates {short(run.nnz)} of {neurons:,} neurons per layer "
-        f"({share(run.nnz / neurons)})"
+        f"With lambda {exponent(run.l1)}, a token activates {short(run.nnz)} of {neurons:,} neurons per "
+        f"layer ({share(run.nnz / neurons)})"
     )
     base = base_run(run, runs)
     if base is None or base is run or base.loss is None or run.loss is None:
         return f"{text}.", []
-    text += f" at a cross-entropy {change(run.loss / base.loss)} from the run with lambda 0"
+    side = "above" if run.loss >= base.loss else "below"
+    text += f", at a cross-entropy {abs(run.loss / base.loss - 1):.1%} {side} that of lambda 0"
     note = f"{base.loss:.3f} to {run.loss:.3f}, lambda {exponent(run.l1)} against 0"
     return f"{text}.", [Fact(change(run.loss / base.loss), "cross-entropy", note, None)]
 

@@ -17,14 +17,20 @@ def heat_map(block: HeatMap) -> str:
     sample = block.sample
     most = max((count for layer in sample.nnz for count in layer), default=0)
     stripe = max(3, min(7, 84 // max(len(sample.nnz), 1)))
-    tokens = "".join(
-        _token(text, [layer[place] for layer in sample.nnz], most, place)
-        for place, text in enumerate(sample.text)
-    )
+    tokens, begun = [], False  # begun: whether there is something on the line already
+    for place, text in enumerate(sample.text):
+        tokens.append(_token(text, [layer[place] for layer in sample.nnz], most, place))
+        # A line break ends the line here, too: text is easier to read as it was set, without empty lines.
+        if text.endswith("\n") and begun:
+            tokens.append("<br>")
+            begun = False
+        else:
+            begun = True
     first = min(_LEADING, len(sample.tokens) - 1)
     return (
-        f'<div class="heat" data-first="{first}" style="--stripes:{stripe * len(sample.nnz)}px">{_legend(most)}'
-        f'<div class="tokens" role="group" aria-label="tokens of the sample">{tokens}</div>'
+        f'<div class="heat" data-first="{first}" style="--stripes:{stripe * len(sample.nnz)}px">'
+        f"{_legend(most)}"
+        f'<div class="tokens" role="group" aria-label="tokens of the sample">{"".join(tokens)}</div>'
         '<aside class="woken" aria-live="polite"></aside>'
         f'<script type="application/json">{_json(block)}</script></div>'
     )
@@ -44,13 +50,13 @@ def _token(text: str, counts: Sequence[int], most: int, place: int) -> str:
         tone = f"var(--h{level(count, most)})"
         stops.append(f"{tone} {height * layer:.4g}% {height * (layer + 1):.4g}%")
     mean = sum(counts) / len(counts)
-    words = escaped(f"{visible(text)}: {mean:.0f} active neurons per layer; by layer {', '.join(map(str, counts))}")
-    shown = visible(text)
-    # A line break ends the line here, too: text is easier to read as it was set.
-    after = "<br>" if text.endswith("\n") else ""
+    words = escaped(
+        f"{visible(text)}: {mean:.0f} active neurons per layer; by layer {', '.join(map(str, counts))}"
+    )
     return (
         f'<button type="button" tabindex="{0 if place == 0 else -1}" aria-pressed="false" title="{words}">'
-        f'<bdi>{escaped(shown)}</bdi><i style="background:linear-gradient({",".join(stops)})"></i></button>{after}'
+        f"<bdi>{escaped(visible(text))}</bdi>"
+        f'<i style="background:linear-gradient({",".join(stops)})"></i></button>'
     )
 
 
@@ -58,7 +64,8 @@ def _legend(most: int) -> str:
     swatches = "".join(f'<i style="background:var(--h{number})"></i>' for number in range(LEVELS))
     return (
         '<div class="legend"><span class="scale">0'
-        f"<span>{swatches}</span>{most:,}</span><span>active neurons of a layer, on a logarithmic scale</span></div>"
+        f"<span>{swatches}</span>{most:,}</span>"
+        "<span>active neurons of a layer, on a logarithmic scale</span></div>"
     )
 
 

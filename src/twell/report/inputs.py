@@ -226,8 +226,7 @@ def _named(found: list[Any]) -> tuple[Any, ...]:
     """With names that tell them apart: the path where two have the same."""
     names = [one.name for one in found]
     return tuple(
-        one if names.count(one.name) == 1 else type(one)(**{**vars(one), "name": one.source})
-        for one in found
+        one if names.count(one.name) == 1 else type(one)(**{**vars(one), "name": one.source}) for one in found
     )
 
 

@@ -13,7 +13,7 @@ def markdown(report: Report, figures: str = "") -> str:
     parts = [f"# {_text(headline.title)}"]
     if headline.claim:
         parts.append(f"**{_text(headline.claim)}**")
-    parts += [_text(text) for text in (headline.conditions, headline.measured) if text]
+    parts += map(_text, headline.notes)
     if headline.facts:
         rows = [(fact.value, fact.label, fact.note) for fact in headline.facts]
         parts.append(_rows(("", "", ""), rows, {0, 1, 2}, ()))
@@ -52,7 +52,9 @@ def _rows(columns, rows, left: set[int], strong) -> str:
     lines = [_line(columns), "|" + "".join("---|" if i in left else "---:|" for i in range(len(columns)))]
     for place, row in enumerate(rows):
         bold = place in strong
-        lines.append(_line([f"**{_text(c)}**" if bold and c and i < 6 else c for i, c in enumerate(row)], bold))
+        lines.append(
+            _line([f"**{_text(c)}**" if bold and c and i < 6 else c for i, c in enumerate(row)], bold)
+        )
     return "\n".join(lines)
 
 

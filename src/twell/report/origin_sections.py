@@ -50,7 +50,9 @@ def _environments(inputs: Inputs) -> Table:
         add(record.hardware, record.versions, record.commit, record.date, record.what.split("/")[0])
     for run in inputs.runs:
         if run.place:
-            add(run.place["hardware"], run.place["versions"], run.place["commit"], run.place["date"], run.name)
+            add(
+                run.place["hardware"], run.place["versions"], run.place["commit"], run.place["date"], run.name
+            )
     for one in inputs.profiles:
         profile = one.profile
         add(profile.hardware, profile.versions, "", profile.created, f"profile {one.name}")

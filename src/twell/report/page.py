@@ -14,7 +14,7 @@ _STYLES = ("colours.css", "chart.css", "page.css")
 
 def page(report: Report) -> str:
     headline = report.headline
-    sections = [(anchor, section) for anchor, section in zip(_anchors(report), report.sections, strict=True)]
+    sections = list(zip(_anchors(report), report.sections, strict=True))
     links = "".join(f'<li><a href="#{anchor}">{escaped(one.title)}</a></li>' for anchor, one in sections)
     script = style_sheet("heat_map.js") if _has_heat_map(report) else ""
     return (
@@ -24,7 +24,7 @@ def page(report: Report) -> str:
         '<link rel="icon" href="data:,">\n'
         f"<title>{escaped(headline.title)}</title>\n"
         f"<style>\n{''.join(map(style_sheet, _STYLES))}</style>\n</head>\n<body>\n<main>\n"
-        f"{_header(report)}\n<nav aria-label=\"sections\"><ul>{links}</ul></nav>\n"
+        f'{_header(report)}\n<nav aria-label="sections"><ul>{links}</ul></nav>\n'
         f"{''.join(_section(anchor, one) for anchor, one in sections)}"
         f"</main>\n{f'<script>{script}</script>' if script else ''}\n</body>\n</html>\n"
     )
@@ -43,13 +43,14 @@ def _header(report: Report) -> str:
     parts = [f"<h1>{escaped(headline.title)}</h1>"]
     if headline.claim:
         parts.append(f'<p class="claim">{escaped(headline.claim)}</p>')
-    parts += [f'<p class="quiet">{escaped(t)}</p>' for t in (headline.conditions, headline.measured) if t]
+    parts += [f'<p class="quiet">{escaped(t)}</p>' for t in headline.notes]
     facts = []
     for fact in headline.facts:
         tone = {True: " good", False: " bad", None: ""}[fact.good]
         note = f'<dd class="quiet">{escaped(fact.note)}</dd>' if fact.note else ""
         facts.append(
-            f'<div><dd class="value{tone}">{escaped(fact.value)}</dd><dt>{escaped(fact.label)}</dt>{note}</div>'
+            f'<div><dd class="value{tone}">{escaped(fact.value)}</dd><dt>{escaped(fact.label)}</dt>'
+            f"{note}</div>"
         )
     if facts:
         parts.append(f'<dl class="facts">{"".join(facts)}</dl>')

@@ -24,8 +24,9 @@ def profile_sections(profiles: Sequence[Profiled]) -> Iterator[Section]:
 
 def _sample(profile: Profile) -> Iterator[Block]:
     yield Paragraph(
-        f"The first {len(profile.sample.tokens)} tokens of the text. Under each token a stripe per layer, the first "
-        "layer on top: the darker, the more neurons it woke. Point at a token, tap it, or use the arrow keys."
+        f"The first {len(profile.sample.tokens)} tokens of the text. Under each token a stripe per layer, "
+        "the first layer on top: the stronger its colour, the more neurons the token woke there. Point at a "
+        "token, tap it, or use the arrow keys; do the same with a neuron to see which other tokens wake it."
     )
     yield HeatMap(profile.sample, [layer.neurons for layer in profile.layers])
 
@@ -34,18 +35,29 @@ def _layers(profile: Profile, name: str) -> Iterator[Block]:
     places = range(len(profile.layers))
     labels = [(place, str(place)) for place in places]
     nnz = [
-        Series(word, [(i, getattr(layer.nnz, key)) for i, layer in enumerate(profile.layers)], tone, marks=True)
-        for key, word, tone in (("mean", "mean", 0), ("p50", "half of the tokens", 2), ("p99", "99% of them", 1))
+        Series(
+            word, [(i, getattr(layer.nnz, key)) for i, layer in enumerate(profile.layers)], tone, marks=True
+        )
+        for key, word, tone in (
+            ("mean", "mean", 0),
+            ("p50", "median", 2),
+            ("p99", "99th percentile", 1),
+        )
     ]
     figures = [
         Figure(
             f"{name}-layers",
-            Chart("Active neurons by layer", "layer", "neurons per token", nnz, y_scale="log", x_labels=labels),
+            Chart(
+                "Active neurons by layer", "layer", "neurons per token", nnz, y_scale="log", x_labels=labels
+            ),
         )
     ]
     timed = [(i, layer.speed) for i, layer in enumerate(profile.layers) if layer.speed is not None]
     if timed:
-        kinds = (("sparse_speedup", f"{timed[0][1].sparse_path} path", 0), ("auto_speedup", "automatic plan", 1))
+        kinds = (
+            ("sparse_speedup", f"{timed[0][1].sparse_path} path", 0),
+            ("auto_speedup", "automatic plan", 1),
+        )
         speeds = [
             Series(word, [(i, getattr(speed, key)) for i, speed in timed], tone, marks=True)
             for key, word, tone in kinds
@@ -87,8 +99,8 @@ def _correlation(profile: Profile) -> str:
     if found is None or found.sparse is None:
         return "A point per layer."
     return (
-        f"A point per layer. Correlation {found.sparse:.3f}; the paper reports {found.paper} for its kernels, "
-        "whose work is proportional to active neurons."
+        f"A point per layer. Correlation {found.sparse:.3f}; the paper reports {found.paper} for its "
+        "kernels, whose work is proportional to active neurons."
     )
 
 
@@ -119,8 +131,8 @@ def _table(profile: Profile) -> Table:
     shown = [title for title, column in cells.items() if any(column)]
     rows = zip(map(str, range(len(profile.layers))), *(cells[title] for title in shown), strict=True)
     caption = (
-        "Union: neurons that at least one of so many neighbouring tokens activates. Shared: with the token before. "
-        "Overflow: tokens that the paper's format cannot hold; ours has no such limit."
+        "Union: neurons that at least one of so many neighbouring tokens activates. Shared: with the token "
+        "before. Overflow: tokens that the paper's format cannot hold; ours has no such limit."
     )
     return Table(["layer", *shown], list(rows), caption=caption)
 
@@ -190,9 +202,7 @@ def _by_layer(
     **options,
 ) -> Figure:
     last = max(len(profile.layers) - 1, 1)
-    series = [
-        Series(f"layer {i}", points(layer), i / last) for i, layer in enumerate(profile.layers)
-    ]
+    series = [Series(f"layer {i}", points(layer), i / last) for i, layer in enumerate(profile.layers)]
     names = [one.name for one in series]
     # Of many layers, the first, the middle and the last are enough: colours go from one to the other.
     legend = names if len(names) <= 6 else [names[0], names[len(names) // 2], names[-1]]
@@ -211,6 +221,6 @@ def _words(most: Sequence[KnownToken], fewest: Sequence[KnownToken]) -> Table:
         ("most active token", "active", "fewest", "active"),
         rows,
         left=(0, 2),
-        caption="Tokens of the vocabulary that occurred at least five times, beyond the first of a sequence; mean "
-        "active neurons per layer.",
+        caption="Tokens of the vocabulary that occurred at least five times, beyond the first of a sequence; "
+        "mean active neurons per layer.",
     )

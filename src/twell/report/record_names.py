@@ -10,11 +10,11 @@ BENCHES = ("bench_inference", "bench_training")
 _MODELS = {
     "generation/captured": "A generated token",
     "generation/text": "A generated token of a trained model",
-    "sparsified/eager": "A forward pass of {model}, sparsified, eager,",
-    "sparsified/prefill": "A forward pass of {model}, sparsified, layers compiled,",
-    "defaults/prefill/auto": "A forward pass of a Llama, defaults only,",
-    "defaults/generate/auto": "A generated token, defaults only,",
-    "defaults/checkpointed/auto": "A checkpointed training step, defaults only,",
+    "sparsified/eager": "A forward pass of {model}, sparsified, eager",
+    "sparsified/prefill": "A forward pass of {model}, sparsified, layers compiled",
+    "defaults/prefill/auto": "A forward pass of a Llama, defaults only",
+    "defaults/generate/auto": "A generated token, defaults only",
+    "defaults/checkpointed/auto": "A checkpointed training step, defaults only",
 }
 # One feed-forward block as users get it. Named paths, parts of a block and time of the host stay tables.
 _BLOCKS = {
@@ -75,12 +75,12 @@ def described(record: Record) -> str:
     shape = record.shape
     if is_bench(record):
         what = _WORKLOADS.get(record.what.split("/")[1], record.what)
-        return f"{what} of {short_model(shape)} ({size_of(record)}), {contender(record)},"
+        return f"{what} of {short_model(shape)} ({size_of(record)})"
     if record.what in _MODELS:
         text = _MODELS[record.what].format(model=shape.get("model", "a model"))
     else:
         text = _BLOCKS.get(record.what, record.what)
-    return f"{text} with {shape['M']:,} tokens at once" if isinstance(shape.get("M"), int) else text
+    return f"{text}, {shape['M']:,} tokens at once" if isinstance(shape.get("M"), int) else text
 
 
 def short_model(shape: dict) -> str:

@@ -50,7 +50,12 @@ def _curves(group: list[Record], name: str) -> list[Figure]:
         if len(tokens) > _MOST_LINES:  # evenly, with the first and the last
             tokens = [tokens[round(i * (len(tokens) - 1) / (_MOST_LINES - 1))] for i in range(_MOST_LINES)]
         series = [
-            Series(f"{count:,} tokens" if count else "", lines[count], place / max(len(tokens) - 1, 1), marks=True)
+            Series(
+                f"{count:,} tokens" if count else "",
+                lines[count],
+                place / max(len(tokens) - 1, 1),
+                marks=True,
+            )
             for place, count in enumerate(tokens)
         ]
         chart = Chart(
@@ -104,7 +109,9 @@ def _table(group: list[Record], folded: str) -> Table:
         )
     columns = ["", *varying, "nnz", "value", "p10 to p90", "baseline", "baseline value", "ratio", "error"]
     kept = [i for i in range(len(columns)) if i == 0 or any(row[i] for row in rows)]
-    left = [place for place, i in enumerate(kept) if i == 0 or columns[i] in ("baseline", *_words(group, varying))]
+    left = [
+        place for place, i in enumerate(kept) if i == 0 or columns[i] in ("baseline", *_words(group, varying))
+    ]
     fixed = {key: value for key, value in group[0].shape.items() if key not in (*varying, *_HIDDEN)}
     caption = ", ".join(_entry(key, value) for key, value in fixed.items())
     return Table(

@@ -40,9 +40,9 @@ def _table(runs: Sequence[Run]) -> Table:
     cells = {title: [make(run) for run in runs] for title, make in columns.items()}
     shown = [title for title, column in cells.items() if any(column)]
     caption = (
-        "Loss: cross-entropy. Active: neurons per token and layer, on held-out text if there is some. Dead: did "
-        "not fire in the last tokens counted. Tokens/s and memory: medians of the second half of the logs; runs "
-        "that shared a machine cannot be compared by them."
+        "Loss: cross-entropy. Active: neurons per token and layer, on held-out text if there is some. Dead: "
+        "did not fire in the last tokens counted. Tokens/s and memory: medians of the second half of the "
+        "logs. Runs that shared a machine cannot be compared by them."
     )
     return Table(shown, list(zip(*(cells[title] for title in shown), strict=True)), caption=caption)
 
@@ -79,7 +79,9 @@ def _curves(runs: Sequence[Run]) -> list[Figure]:
                 series.append(Series("", checks, number % COLOURS, line=False))
         if any(one.line for one in series) and any(y for one in series for _, y in one.points):
             text = {"dead": share, "peak_memory_bytes": gigabytes}.get(key, short)
-            y_label = {"nnz": "neurons", "dead": "share of neurons", "tokens_per_second": "tokens/s"}.get(key, "")
+            y_label = {"nnz": "neurons", "dead": "share of neurons", "tokens_per_second": "tokens/s"}.get(
+                key, ""
+            )
             held_out = any(not one.line for one in series)
             chart = Chart(
                 title,
@@ -122,14 +124,16 @@ def _sweep(sweep: list[Run], inputs: Inputs, name: str) -> Iterator[Block]:
     values = sorted({run.l1 for run in sparse})
     labels = [(values.index(value), exponent(value)) for value in values]
 
-    def chart(title: str, y_label: str, points: Sequence[tuple[Run, float | None]], **options) -> Figure | None:
+    def chart(
+        title: str, y_label: str, points: Sequence[tuple[Run, float | None]], caption: str = "", **options
+    ) -> Figure | None:
         known = [(values.index(run.l1), value) for run, value in points if value is not None]
         if len(known) < 2:
             return None
         series = [Series("", known, 0, marks=True)]
         word = title.lower().split(",")[0].replace(" ", "-")
         drawing = Chart(title, "lambda", y_label, series, x_labels=labels, **options)
-        return Figure(f"{name}-{word}", drawing)
+        return Figure(f"{name}-{word}", drawing, caption)
 
     held = all(run.held_out is not None for run in sparse)
     loss = "held-out cross-entropy" if held else "training cross-entropy"
@@ -137,7 +141,13 @@ def _sweep(sweep: list[Run], inputs: Inputs, name: str) -> Iterator[Block]:
     figures = [
         chart("Loss", loss, [(run, run.loss) for run in sparse], references=references),
         chart("Active neurons", "neurons per token", [(run, run.nnz) for run in sparse], y_scale="log"),
-        chart("Dead neurons", "share of neurons", [(run, run.dead) for run in sparse], y_text=share, y_from_zero=True),
+        chart(
+            "Dead neurons",
+            "share of neurons",
+            [(run, run.dead) for run in sparse],
+            y_text=share,
+            y_from_zero=True,
+        ),
     ]
     gains = [(run, _block_gain(run, inputs.profiles)) for run in sparse]
     dense_line = [Reference(1, "dense")]
@@ -146,11 +156,12 @@ def _sweep(sweep: list[Run], inputs: Inputs, name: str) -> Iterator[Block]:
     )
     if not any(run.recorded for run in sparse):
         rates = [(run, run.late("tokens_per_second")) for run in sparse]
-        figures.append(chart("Training, tokens per second", "tokens/s", rates, y_from_zero=True))
+        note = "As each run logged it, one after the other: what else the machine did counts, too."
+        figures.append(chart("Training, tokens per second", "tokens/s", rates, note, y_from_zero=True))
     yield Paragraph(
-        f"{len(sparse)} runs that differ in lambda, the weight of the L1 penalty, and in nothing else. The paper "
-        "recommends 2e-5 for its models of 5,632 neurons; penalties grow with the number of neurons, and "
-        "short runs need larger ones."
+        f"{len(sparse)} runs that differ in lambda, the weight of the L1 penalty, and in nothing else. The "
+        "paper recommends 2e-5 for its models, trained on 10 billion tokens or more; small models and short "
+        "runs need larger values."
     )
     yield Figures([figure for figure in figures if figure is not None])
 

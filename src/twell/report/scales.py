@@ -43,7 +43,8 @@ def make_scale(
     if kind == "log":
         if high / low < 1.5:
             low, high = low / 1.5, high * 1.5
-        return Scale(kind, low, high, begin, end)
+        margin = (high / low) ** 0.04
+        return Scale(kind, low / margin, high * margin, begin, end)
     if from_zero:
         low, high = min(low, 0), max(high, 0)
     if low == high:
@@ -56,9 +57,7 @@ def ticks(scale: Scale, count: int = 5) -> list[float]:
     if scale.kind == "linear":
         step = _step(scale.high - scale.low, count)
         first = math.ceil(scale.low / step - 1e-9)
-        return [
-            round(place * step, 12) for place in range(first, math.floor(scale.high / step + 1e-9) + 1)
-        ]
+        return [round(place * step, 12) for place in range(first, math.floor(scale.high / step + 1e-9) + 1)]
     decades = range(math.floor(math.log10(scale.low)), math.ceil(math.log10(scale.high)) + 1)
     for mantissas in ((1,), (1, 3), (1, 2, 5)):
         found = [m * 10.0**d for d in decades for m in mantissas]

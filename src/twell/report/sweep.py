@@ -25,10 +25,11 @@ def _kind(run: Run) -> str:
 
 
 def sweeps(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs of at least two lambdas, in their order; dense ones come last."""
+    """Finished runs of at least two lambdas, in their order; dense ones come last."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(_kind(run), []).append(run)
+        if run.summary:
+            groups.setdefault(_kind(run), []).append(run)
     found = []
     for group in groups.values():
         sparse = [run for run in group if run.l1 is not None]
@@ -36,6 +37,16 @@ def sweeps(runs: Sequence[Run]) -> list[list[Run]]:
         if len({run.l1 for run in sparse}) > 1 and len(activations) == 1:
             found.append([*sorted(sparse, key=lambda run: run.l1), *(r for r in group if r.l1 is None)])
     return found
+
+
+def ordered(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs of a sweep by lambda, at the place of their first; others as they came."""
+    groups = sweeps(runs)
+    found: list[Run] = []
+    for run in runs:
+        group = next((group for group in groups if run in group), [run])
+        found += [one for one in group if one not in found]
+    return tuple(found)
 
 
 def base_run(run: Run, runs: Sequence[Run]) -> Run | None:

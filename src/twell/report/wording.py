@@ -31,9 +31,7 @@ def exponent(value: float) -> str:
 def share(value: float) -> str:
     """A share in percent, with the digits that small ones need."""
     percent = 100 * value
-    if percent == 0 or percent >= 9.95:
-        return f"{percent:.0f}%"
-    return f"{percent:.1f}%" if percent >= 0.95 else f"{percent:.2g}%"
+    return f"{percent:.0f}%" if percent >= 9.95 else f"{percent:.2g}%"
 
 
 def times(value: float) -> str:
