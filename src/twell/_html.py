@@ -11,9 +11,13 @@ _SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 
 def escaped(text: object) -> str:
-    """`text` for HTML and its attributes; characters that HTML cannot hold become �."""
-    clean = "".join("\N{REPLACEMENT CHARACTER}" if _unfit(c) else c for c in str(text))
-    return escape(clean, quote=True)
+    """`text` for HTML and its attributes."""
+    return escape(clean(str(text)), quote=True)
+
+
+def clean(text: str) -> str:
+    """`text` with � for characters that a file of HTML or Markdown cannot hold."""
+    return "".join("\N{REPLACEMENT CHARACTER}" if _unfit(c) else c for c in text)
 
 
 def visible(text: str) -> str:

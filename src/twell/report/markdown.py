@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from urllib.parse import quote
 
+from .._html import clean
 from .document import Block, Commands, Figures, HeatMap, Paragraph, Report, Table
 
 
@@ -44,7 +45,7 @@ def _block(block: Block, figures: str) -> str:
         case Commands(lines):
             longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
             fence = "`" * max(3, longest + 1)
-            return "\n".join([f"{fence}sh", *(line.replace("\n", " ") for line in lines), fence])
+            return "\n".join([f"{fence}sh", *(clean(line).replace("\n", " ") for line in lines), fence])
     return ""
 
 
@@ -64,6 +65,6 @@ def _line(cells, done: bool = False) -> str:
 
 def _text(text: str) -> str:
     """`text` on one line, with nothing in it that Markdown or HTML would take for a sign."""
-    line = " ".join(str(text).split())
+    line = " ".join(clean(text).split())
     line = line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|#~$])", r"\\\1", line)

@@ -10,6 +10,7 @@ from typing import Literal
 from .wording import short
 
 Kind = Literal["linear", "log"]
+_DECADES = 4  # high over low of a logarithmic axis that powers of ten say enough about
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def make_scale(
 
 
 def ticks(scale: Scale, count: int = 5) -> list[float]:
-    if scale.kind == "linear":
+    if scale.kind == "linear" or scale.high / scale.low < _DECADES:
         step = _step(scale.high - scale.low, count)
         first = math.ceil(scale.low / step - 1e-9)
         return [round(place * step, 12) for place in range(first, math.floor(scale.high / step + 1e-9) + 1)]
