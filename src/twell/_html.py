@@ -6,7 +6,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from html import escape
 
-_LONG = 40  # characters of a cell that may take several lines
+_LONG = 30  # characters of a cell that may take several lines
 _SHOWN = {"\n": "↵", "\t": "⇥", "\r": "␍"}
 
 

@@ -36,7 +36,7 @@ def test_a_gain_counts_over_the_fastest_dense_contender(tmp_path):
     found = headline(tmp_path, bench_records())
     assert found.claim == "A forward pass of tiny (4 x 32 tokens): 1.50x as fast as best dense."
     notes = " ".join(found.notes)
-    assert "12 active neurons" in notes
+    assert "96 neurons, 12 of them active per token" in notes
     assert "on random tokens" in notes
     facts = {fact.label: fact for fact in found.facts}
     assert facts["energy per token"].value == "−33.3%"  # noqa: RUF001 - a minus sign
@@ -54,6 +54,21 @@ def test_whole_models_come_before_blocks(tmp_path):
     found = headline(tmp_path, [block("ffn_cpu/auto", 9.0), *bench_records()])
     assert "1.50x" in found.claim
     assert "9.00x" in headline(tmp_path, [block("ffn_cpu/auto", 9.0)]).claim
+
+
+def test_trained_models_come_before_built_ones(tmp_path):
+    def on_text(**seconds):
+        return [
+            dataclasses.replace(r, shape={**r.shape, "model": "mine", "text": "text"})
+            for r in bench_records(**seconds)
+        ]
+
+    faster = headline(tmp_path, [*on_text(**{"ours-eager": 1.2}), *bench_records()])
+    assert "of mine (4 x 32 tokens): 1.25x" in faster.claim
+    assert "built to be" not in " ".join(faster.notes)
+    slower = headline(tmp_path, [*on_text(**{"ours-eager": 1.6}), *bench_records()])
+    assert "of tiny (4 x 32 tokens): 1.50x" in slower.claim
+    assert "No gain: A forward pass of mine" in " ".join(slower.notes)
 
 
 @pytest.mark.parametrize(

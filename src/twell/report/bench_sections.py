@@ -126,5 +126,7 @@ def _legend(group: list[Record]) -> str:
     for record in group:
         sparse = record.details.get("sparse_share")
         if sparse is not None and sparse < 1:
-            parts.append(f"{contender(record)} ran {share(1 - sparse)} of its blocks dense.")
+            parts.append(
+                f"Dense calls of {contender(record)}: {share(1 - sparse)}, where sparsity does not pay."
+            )
     return " ".join(parts)

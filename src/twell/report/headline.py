@@ -1,7 +1,8 @@
 """The largest gain that the records honestly show, with its baseline and its conditions.
 
-Whole models come before blocks. A gain counts over the fastest dense contender that ran beside it, and with
-the lower end of its interval. Where nothing was faster, the headline says so.
+Trained models come before those that were built to be sparse, and whole models before blocks. A gain counts
+over the fastest dense contender that ran beside it, and with the lower end of its interval. Where nothing was
+faster, the headline says so.
 """
 
 from __future__ import annotations
@@ -13,21 +14,23 @@ from typing import Any
 from ..measure.records import Record
 from .document import Fact, Headline
 from .inputs import Inputs, Profiled, Run
-from .record_names import contender, described, is_bench, is_block, is_whole_model, workload
+from .record_names import contender, described, is_bench, is_block, is_real, is_whole_model, workload
 from .sweep import base_run, sparsest_good
 from .wording import change, exponent, gigabytes, listed, share, short, times
 
 _NO_GAIN = 1.005  # beside rounding
+# Whole models that were trained, on text; built to be sparse; blocks of a model, on text; one block.
+_RANKS = _REAL, _BUILT, _BLOCKS, _BLOCK = range(4)
 
 
 @dataclass(frozen=True)
 class Gain:
-    """low: the end of its interval that counts. whole: of a whole model."""
+    """low: the end of its interval that counts. rank: 0 is what says most, see `_RANKS`."""
 
     value: float
     low: float
     high: float
-    whole: bool
+    rank: int
     what: str
     baseline: str
     conditions: str
@@ -39,16 +42,19 @@ def make_headline(inputs: Inputs) -> Headline:
     gains = [*_of_records(inputs.records), *_of_profiles(inputs.profiles)]
     facts: list[Fact] = []
     claim = conditions = ""
-    whole = [gain for gain in gains if gain.whole]
-    candidates = whole or gains
-    if candidates:
-        best = max(candidates, key=lambda gain: gain.low)
+    if gains:
+        # Where a kind shows no gain, the next may.
+        best = max(gains, key=lambda gain: (gain.low > _NO_GAIN, -gain.rank, gain.low))
         claim = f"{best.what}: {times(best.value)} as fast as {best.baseline}."
         if best.low <= _NO_GAIN:
             claim = f"Nothing measured here is surely faster than dense. The best: {claim}"
         interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
         conditions = best.conditions + interval
         good = best.low > _NO_GAIN
+        better = [gain for gain in gains if gain.rank < best.rank]
+        if better and good:  # it says less than these, which are no gain
+            other = max(better, key=lambda gain: gain.low)
+            conditions += f" No gain: {other.what}, {times(other.value)} as fast as {other.baseline}."
         facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
         facts += best.facts
     sparse, cost = _of_runs(inputs.runs)
@@ -61,7 +67,7 @@ def make_headline(inputs: Inputs) -> Headline:
 
 
 def _short_name(source: str) -> str:
-    parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")]
+    parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")] or [source]
     return "/".join(parts[-2:]) if len(parts) > 1 and len(parts[-1]) < 24 else parts[-1]
 
 
@@ -94,7 +100,11 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             value,
             low,
             high,
-            is_whole_model(record),
+            _REAL
+            if is_whole_model(record) and is_real(record)
+            else _BUILT
+            if is_whole_model(record)
+            else _BLOCK,
             described(record),
             name.replace("-", " ") if "/" not in name else name,
             _conditions(record),
@@ -124,12 +134,17 @@ def _conditions(record: Record) -> str:
         parts.insert(0, contender(record))
     if not where.get("gpu"):
         parts[-1] += f", {_threads(where)}"
-    for name, word in (("dtype", ""), ("layers", " layers"), ("D", "D "), ("H", "H ")):
+    for name, form in (
+        ("dtype", "{}"),
+        ("layers", "{} layers"),
+        ("D", "hidden size {}"),
+        ("H", "{:,} neurons"),
+    ):
         if name in shape:
-            parts.append(f"{shape[name]}{word}" if name in ("dtype", "layers") else f"{word}{shape[name]}")
+            parts.append(form.format(shape[name]))
     nnz = record.sparsity.get("nnz", record.sparsity.get("wanted_nnz"))
     if nnz is not None:
-        parts.append(f"{short(nnz)} active neurons per token and layer")
+        parts.append(f"{short(nnz)} of them active per token")
     if shape.get("text") == "random tokens" or record.what.startswith("bench_training"):
         parts.append("a model built to be this sparse, on random tokens")
     return f"Conditions: {', '.join(parts)}; commit {record.commit}."
@@ -150,14 +165,13 @@ def _beside(record: Record, records: Sequence[Record], name: str) -> Iterable[Fa
     for key, label in (("millijoules_per_token", "energy per token"), ("peak_bytes", "peak memory")):
         ours, theirs = record.details.get(key), other.details.get(key)
         if ours and theirs:
+            good = None if abs(ours / theirs - 1) < _NO_GAIN - 1 else ours < theirs
             shown = (
                 f"{gigabytes(theirs)} to {gigabytes(ours)}"
                 if key == "peak_bytes"
                 else f"{theirs:.3g} to {ours:.3g} mJ"
             )
-            yield Fact(
-                change(ours / theirs), label, f"{shown}, against {name.replace('-', ' ')}", ours < theirs
-            )
+            yield Fact(change(ours / theirs), label, f"{shown}, against {name.replace('-', ' ')}", good)
 
 
 def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
@@ -172,7 +186,7 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             value,
             value,
             value,
-            False,
+            _BLOCKS,
             f"The {len(timed)} feed-forward blocks of {_short_name(one.profile.model)} together",
             "dense PyTorch",
             f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "

@@ -54,6 +54,13 @@ def is_whole_model(record: Record) -> bool:
     return record.what in _MODELS
 
 
+def is_real(record: Record) -> bool:
+    """Of a trained model on text, not of one that was built to be sparse."""
+    if is_bench(record):
+        return record.shape.get("text", "random tokens") != "random tokens"
+    return record.what == "generation/text"
+
+
 def is_block(record: Record) -> bool:
     """16-bit blocks on a CPU do not count: without 16-bit units most of their gain is arithmetic."""
     on_cpu = record.hardware.get("device") == "cpu"

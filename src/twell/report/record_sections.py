@@ -12,6 +12,17 @@ from .wording import amount, optional, short, times
 
 _MOST_LINES = 6
 _HIDDEN = ("meaning",)
+_ARITHMETIC = "Without 16-bit units in the CPU, most of this gain is arithmetic, not sparsity."
+_CURVES = {
+    "ffn_inference/prefill/auto": "Prefill",
+    "ffn_inference/decode/auto": "Decode",
+    "ffn_inference/graphs/auto": "Between decode and prefill, in a CUDA graph",
+    "ffn_training/forward/auto": "Training, forward",
+    "ffn_training/backward/auto": "Training, backward",
+    "ffn_training/total/auto": "Training, forward and backward",
+    "ffn_cpu/auto": "Inference",
+    "defaults/forward/auto": "Forward, called from Python",
+}
 
 
 def record_sections(records: Sequence[Record]) -> Iterator[Section]:
@@ -59,17 +70,26 @@ def _curves(group: list[Record], name: str) -> list[Figure]:
             for place, count in enumerate(tokens)
         ]
         chart = Chart(
-            what.removesuffix("/auto").replace("/", ", ").replace("_", " "),
+            _title(what, dict(same)),
             "active neurons per token",
             "times as fast as dense",
             series,
             x_scale="log",
             y_from_zero=True,
             references=[Reference(1, "dense")],
+            legend=[one.name for one in series],
         )
         words = ", ".join(_entry(key, value) for key, value in same)
-        figures.append(Figure(f"{name}-{number}", chart, f"Automatic plan over {baseline}; {words}."))
+        caption = f"Automatic plan over {baseline}; {words}."
+        if some[0].hardware.get("device") == "cpu" and dict(same).get("dtype") != "float32":
+            caption += f" {_ARITHMETIC}"
+        figures.append(Figure(f"{name}-{number}", chart, caption))
     return figures
+
+
+def _title(what: str, same: dict[str, object]) -> str:
+    word = _CURVES.get(what, what.removesuffix("/auto").replace("/", ", ").replace("_", " "))
+    return f"{word}, {same['dtype']}" if "dtype" in same else word
 
 
 def _active(record: Record) -> float | None:
