@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("transformers")
-pytest.importorskip("datasets")
-from twell.evaluation import load_model
 from twell.measure.records import Record, source, write_records
 from twell.measure.results import Measured, records_of
-from twell.profiling import profile_model
-from twell.train.run import train
-
-from ..train.runs import QUIET, small_run, write_corpus
 
 STRANGE = [
     "</script><script>alert(1)</script>",
@@ -31,6 +24,14 @@ STRANGE = [
 @pytest.fixture(scope="package")
 def made(tmp_path_factory) -> Path:
     """A folder with the runs `none` and `some`, a `profile` and `bench.jsonl`."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("datasets")
+    from twell.evaluation import load_model
+    from twell.profiling import profile_model
+    from twell.train.run import train
+
+    from ..train.runs import QUIET, small_run, write_corpus
+
     root = tmp_path_factory.mktemp("report")
     corpus = write_corpus(root / "corpus")
     for name, l1 in (("none", "0"), ("some", "1e-3")):
