@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from urllib.parse import quote
 
 from .._html import clean
@@ -17,7 +18,7 @@ def markdown(report: Report, figures: str = "") -> str:
     parts += map(_text, headline.notes)
     if headline.facts:
         rows = [(fact.value, fact.label, fact.note) for fact in headline.facts]
-        parts.append(_rows(("", "", ""), rows, {0, 1, 2}, ()))
+        parts.append(_rows(("", "", ""), rows, (0, 1, 2), ()))
     for section in report.sections:
         blocks = [text for block in section.blocks if (text := _block(block, figures))]
         # The heat map needs a page: what leads to it is left out with it.
@@ -31,7 +32,7 @@ def _block(block: Block, figures: str) -> str:
         case Paragraph(text):
             return _text(text)
         case Table():
-            drawn = _rows(block.columns, block.rows, set(block.left), block.strong)
+            drawn = _rows(block.columns, block.rows, block.left, block.strong)
             drawn += f"\n\n{_text(block.caption)}" if block.caption else ""
             if block.folded:
                 return f"<details><summary>{_text(block.folded)}</summary>\n\n{drawn}\n\n</details>"
@@ -49,18 +50,18 @@ def _block(block: Block, figures: str) -> str:
     return ""
 
 
-def _rows(columns, rows, left: set[int], strong) -> str:
-    lines = [_line(columns), "|" + "".join("---|" if i in left else "---:|" for i in range(len(columns)))]
-    for place, row in enumerate(rows):
-        bold = place in strong
-        lines.append(
-            _line([f"**{_text(c)}**" if bold and c and i < 6 else c for i, c in enumerate(row)], bold)
-        )
+def _rows(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int], strong: Collection[int]
+) -> str:
+    lines = [
+        f"| {' | '.join(map(_text, columns))} |",
+        "|" + "".join("---|" if place in left else "---:|" for place in range(len(columns))),
+    ]
+    for number, row in enumerate(rows):
+        first, *others = map(_text, row)
+        first = f"**{first}**" if number in strong and first else first
+        lines.append(f"| {' | '.join([first, *others])} |")
     return "\n".join(lines)
-
-
-def _line(cells, done: bool = False) -> str:
-    return f"| {' | '.join(cell if done and cell.startswith('**') else _text(cell) for cell in cells)} |"
 
 
 def _text(text: str) -> str:

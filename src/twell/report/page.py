@@ -6,7 +6,7 @@ import re
 
 from .._html import escaped, table
 from .chart import style_sheet
-from .document import Block, Commands, Figures, HeatMap, Paragraph, Report, Section, Table
+from .document import Block, Commands, Figure, Figures, HeatMap, Paragraph, Report, Section, Table
 from .heat_map import heat_map
 
 _STYLES = ("colours.css", "chart.css", "page.css")
@@ -77,7 +77,7 @@ def _block(block: Block) -> str:
             return heat_map(block)
 
 
-def _figure(figure) -> str:
+def _figure(figure: Figure) -> str:
     caption = f"<figcaption>{escaped(figure.caption)}</figcaption>" if figure.caption else ""
     return f"<figure><h3>{escaped(figure.drawing.title)}</h3>{figure.drawing.svg()}{caption}</figure>"
 
