@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_errors", "_files", "_log", "_observers"},
+    {"_errors", "_files", "_html", "_log", "_observers"},
     {"_processor", "_version"},
     {"activations", "layer_state"},
     {"reference", "formats", "synthetic"},
@@ -40,6 +40,7 @@ LAYERS = [
     {"evaluation"},
     {"profiling"},
     {"verification"},
+    {"report"},
     {"cli"},
     {"__main__"},
 ]

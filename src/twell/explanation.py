@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ._errors import reject
+from ._html import table
 from .activations import Activation
 from .functional import run_ffn
 from .layer_state import LayerState, known_layer
@@ -22,6 +23,7 @@ from .shares import active_neurons, run_observed
 from .sparsify.blocks import named_blocks
 
 _COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "at most", "measured", "why")
+_NOTHING = "no sparse block found; twell.sparsify_ makes those of a stock model sparse"
 _NEIGHBOURS = 128  # tokens that the kernels' blocks share neurons over
 _WARM, _ROUNDS = 5, 9
 _MOST_TOKENS = 65_536  # of a batch that are looked at
@@ -62,15 +64,27 @@ class Explanation(list[ExplainedLayer]):
 
     def __str__(self) -> str:
         if not self:
-            return "no sparse block found; twell.sparsify_ makes those of a stock model sparse"
-        rows = [_COLUMNS, *map(_cells, self)]
-        kept = [i for i in range(len(_COLUMNS)) if any(row[i] != "-" for row in rows[1:])]
-        rows = [[row[i] for i in kept] for row in rows]
+            return _NOTHING
+        rows = self._rows()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
         )
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        if not self:
+            return f"<p>{_NOTHING}</p>"
+        columns, *rows = self._rows()
+        words = [place for place, name in enumerate(columns) if name in ("layer", "plan", "ran", "why")]
+        return table(columns, rows, left=words)
+
+    def _rows(self) -> list[list[str]]:
+        """With their titles, without columns that say nothing."""
+        rows = [_COLUMNS, *map(_cells, self)]
+        kept = [i for i in range(len(_COLUMNS)) if any(row[i] != "-" for row in rows[1:])]
+        return [[row[i] for i in kept] for row in rows]
 
 
 def explain(model: nn.Module, batch: Tensor | Mapping[str, Any] | Sequence[Any] | None = None) -> Explanation:

@@ -218,6 +218,30 @@ def profile(
 
 
 @app.command()
+def report(
+    inputs: Annotated[
+        list[Path],
+        Argument(
+            help="Runs' folders, profiles (profile.json or its folder), .jsonl files of records, in any mix."
+        ),
+    ],
+    out: Annotated[Path, Option(help="The page: one HTML file that needs nothing else.")] = Path(
+        "report.html"
+    ),
+    markdown: Annotated[
+        Path | None,
+        Option(
+            help="Also write Markdown to this file, with its figures in a folder beside it: FILE_figures."
+        ),
+    ] = None,
+) -> None:
+    """Make one page of training runs, profiles and records: headline, tables, figures, a map of tokens."""
+    from .report import run_report
+
+    run_report(inputs=inputs, out=out, markdown=markdown)
+
+
+@app.command()
 def verify(
     model: Annotated[str, Argument(help="SakanaAI/SparseLM1.5B or another of the paper's, or a folder.")],
     text: Annotated[

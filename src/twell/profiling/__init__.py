@@ -5,7 +5,20 @@ profile.save(Path("profile.json"))             a schema of its own, see docs/pro
 read_profile("profile.json").layers[0].nnz
 """
 
-from .run import profile_model
+from typing import TYPE_CHECKING, Any
+
 from .schema import Profile, read_profile
 
+if TYPE_CHECKING:
+    from .run import profile_model
+
 __all__ = ["Profile", "profile_model", "read_profile"]
+
+
+def __getattr__(name: str) -> Any:
+    """`profile_model` at first use: it brings transformers, which readers of a profile need not wait for."""
+    if name != "profile_model":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .run import profile_model
+
+    return profile_model

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from .._errors import reject
+from .._html import table
 from .._log import log_once
 from ..plan import Plan
 from .blocks import Carrier, install_carrier, install_own_forward, remove, twin_of
@@ -15,6 +16,9 @@ from .proof import is_probability
 from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks, places_besides
 from .surroundings import Dropouts, Surroundings
 from .twin import BlockTwin
+
+_COLUMNS = ("blocks", "class", "projections", "activation", "D x H", "")
+_NOTHING = "no feed-forward block found"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,23 @@ class SparsifyReport:
     already: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        rows = self._rows()
+        if not rows:
+            return _NOTHING
+        rows = [_COLUMNS, *rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        )
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        rows = self._rows()
+        return table(_COLUMNS, rows, left=range(len(_COLUMNS))) if rows else f"<p>{_NOTHING}</p>"
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Blocks of a kind together."""
         groups: dict[tuple, list[str]] = {}
         for row in self.blocks:
             shape = f"{row.hidden} x {row.neurons}"
@@ -58,15 +79,7 @@ class SparsifyReport:
             groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped}"), []).append(skipped.name)
         if self.already:
             groups["", "", "", "", "sparse before"] = list(self.already)
-        if not groups:
-            return "no feed-forward block found"
-        rows = [("blocks", "class", "projections", "activation", "D x H", "")]
-        rows += [(_counted(names), *key) for key, names in groups.items()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return [(_counted(names), *key) for key, names in groups.items()]
 
 
 def _counted(names: list[str]) -> str:

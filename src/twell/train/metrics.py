@@ -21,9 +21,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from .._errors import reject
 from .._files import needs_space, write_atomically
-from .._log import log_once
+from .log_lines import END, place, read_metrics
 
-_END = "end"
 # Reporters that transformers has and does not list: name -> the module they need.
 _UNLISTED = {"flyte": "flytekit", "azure_ml": "azureml"}
 
@@ -65,7 +64,7 @@ class MetricsFile(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero:
-            self._written = {_place(line) for line in cut_after(self.path, state.global_step)}
+            self._written = {place(line) for line in cut_after(self.path, state.global_step)}
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero:
@@ -73,35 +72,17 @@ class MetricsFile(TrainerCallback):
         line = {"step": state.global_step, "tokens": state.global_step * self.tokens_per_step}
         line |= logs or {}
         line.pop("epoch", None)  # transformers takes the whole run for one epoch
-        if _place(line) in self._written:
-            _rewrite(self.path, [old for old in read_metrics(self.path) if _place(old) != _place(line)])
-        self._written.add(_place(line))
+        if place(line) in self._written:
+            _rewrite(self.path, [old for old in read_metrics(self.path) if place(old) != place(line)])
+        self._written.add(place(line))
         with needs_space(str(self.path)), self.path.open("a") as out:
             out.write(json.dumps(line) + "\n")
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, one per step and kind; damaged lines are skipped and logged."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
-    bad = []
-    content = path.read_bytes() if path.exists() else b""
-    for number, text in enumerate(content.splitlines(), start=1):
-        if not text.strip():
-            continue
-        line = _parsed(text)
-        if line is None:
-            bad.append(str(number))
-        else:
-            found[_place(line)] = line  # the last one wins: a resumed run wrote it
-    if bad:
-        log_once(f"{path}: skipped what cannot be read, line {', '.join(bad)}")
-    return list(found.values())
 
 
 def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
     """Drop lines after `step`, from which a run is resumed; returns the lines that stay."""
     kept = [line for line in read_metrics(path) if line["step"] <= step]
-    kept = [line for line in kept if _place(line) != (step, _END)]  # training did not end there
+    kept = [line for line in kept if place(line) != (step, END)]  # training did not end there
     if path.exists():
         _rewrite(path, kept)
     return kept
@@ -109,22 +90,6 @@ def cut_after(path: Path, step: int) -> list[dict[str, Any]]:
 
 def _rewrite(path: Path, lines: list[dict[str, Any]]) -> None:
     write_atomically(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    try:
-        line = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return line if isinstance(line, dict) and type(line.get("step")) is int else None
-
-
-def _place(line: dict[str, Any]) -> tuple[int, str]:
-    """Step and kind, which no two lines of a run share."""
-    for kind, key in (("evaluation", "eval_loss"), (_END, "train_runtime"), ("log", "loss")):
-        if key in line:
-            return line["step"], kind
-    return line["step"], ",".join(sorted(line))  # logged by another callback
 
 
 def check_reporters(names: Sequence[str]) -> None:

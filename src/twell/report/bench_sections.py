@@ -1,0 +1,132 @@
+"""Sections of `twell bench`: contenders side by side, in speed, memory and energy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..measure.records import Record
+from .chart import Bar, Bars
+from .document import Block, Figure, Figures, Paragraph, Section, Table
+from .record_names import contender, is_bench, short_model, size_of, workload
+from .wording import gigabytes, optional, seconds, share, short, times
+
+_TITLES = {
+    "forward": "Forward pass",
+    "generation": "Generation",
+    "step": "Training step",
+    "checkpointed": "Training step, with checkpointing",
+    "micro-batch": "Largest micro-batch",
+}
+
+
+def bench_sections(records: Sequence[Record]) -> Iterator[Section]:
+    groups: dict[tuple, list[Record]] = {}
+    for record in filter(is_bench, records):
+        groups.setdefault(workload(record), []).append(record)
+    for number, group in enumerate(groups.values()):
+        first = group[0]
+        kind = _TITLES.get(first.what.split("/")[1], first.what)
+        title = f"{kind}: {short_model(first.shape)}, {size_of(first)}"
+        if first.unit == "s":
+            yield Section(title, [*_timed(group, f"bench-{number}")])
+        else:
+            rows = [(contender(r), f"{r.value:.0f}", str(r.shape.get("meaning", ""))) for r in group]
+            yield Section(title, [Table(("", first.unit, "what it is"), rows, left=(0, 2))])
+
+
+def _timed(group: list[Record], name: str) -> Iterator[Block]:
+    yield Paragraph(_conditions(group))
+    yield Figures(_figures(group, name))
+    baseline = next((r.baseline for r in group if r.baseline), "")
+    columns = {
+        "": contender,
+        "tokens/ms": lambda r: optional(_rate(r), ",.4g"),
+        "time": lambda r: seconds(r.value),
+        f"over {baseline.replace('-', ' ')}": _gain,
+        "mJ/token": lambda r: optional(r.details.get("millijoules_per_token"), ".3g"),
+        "peak memory": lambda r: gigabytes(r.details["peak_bytes"]) if "peak_bytes" in r.details else "",
+        "difference": lambda r: optional(r.details.get("largest_difference", r.error), ".1e"),
+        "same tokens": lambda r: optional(r.details.get("same_tokens_as_dense"), ".1%"),
+        "what it is": lambda r: str(r.shape.get("meaning", "")),
+    }
+    cells = {title: [make(record) for record in group] for title, make in columns.items()}
+    shown = [title for title, column in cells.items() if any(column)]
+    rows = list(zip(*(cells[title] for title in shown), strict=True))
+    strong = [place for place, record in enumerate(group) if _ours(record)]
+    yield Table(shown, rows, left=(0, len(shown) - 1), strong=strong, caption=_legend(group))
+
+
+def _figures(group: list[Record], name: str) -> list[Figure]:
+    bars = [Bar(contender(r), _rate(r), f"{_rate(r):,.4g}", _ours(r)) for r in group if _rate(r)]
+    figures = []
+    if bars:
+        figures.append(Figure(f"{name}-speed", Bars("Speed", "tokens per millisecond; more is better", bars)))
+    for key, title, unit, form in (
+        ("peak_bytes", "Peak memory", "beyond what was there before the call; less is better", gigabytes),
+        ("millijoules_per_token", "Energy", "millijoules per token; less is better", lambda v: f"{v:.3g} mJ"),
+    ):
+        bars = [
+            Bar(contender(r), r.details[key], form(r.details[key]), _ours(r))
+            for r in group
+            if key in r.details
+        ]
+        if len(bars) > 1:
+            figures.append(Figure(f"{name}-{key.split('_')[0]}", Bars(title, unit, bars)))
+    return figures
+
+
+def _ours(record: Record) -> bool:
+    return contender(record).startswith("ours")
+
+
+def _rate(record: Record) -> float | None:
+    """Tokens per millisecond."""
+    tokens = record.details.get("tokens")
+    return None if tokens is None else tokens / record.value / 1e3
+
+
+def _gain(record: Record) -> str:
+    name = f"over/{record.baseline}"
+    if name not in record.details:
+        return ""
+    low, high = (record.details.get(f"{name}/{end}") for end in ("low", "high"))
+    interval = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+    return times(record.details[name]) + interval
+
+
+def _conditions(group: list[Record]) -> str:
+    record = group[-1]
+    shape, details = record.shape, record.details
+    parts = [f"{shape['layers']} layers" if "layers" in shape else ""]
+    parts += [f"{name} {shape[name]:,}" for name in ("D", "H", "vocabulary") if name in shape]
+    parts.append(str(shape.get("precision", shape.get("dtype", ""))))
+    sparsity = record.sparsity
+    if "nnz" in sparsity:
+        span = ""
+        if "nnz_least" in sparsity:
+            span = f" ({short(sparsity['nnz_least'])} to {short(sparsity['nnz_most'])} by layer)"
+        parts.append(f"{short(sparsity['nnz'])} active neurons per token{span}")
+    text = shape.get("text")
+    if text == "random tokens" or "text" not in shape:
+        parts.append("weights built to be this sparse, random tokens")
+    else:
+        parts.append(f"real {text}")
+    rounds = int(details.get("rounds", 0) * details.get("processes", 1))
+    timed = f" Medians of {rounds} interleaved rounds." if rounds else ""
+    return f"{', '.join(part for part in parts if part)}.{timed}"
+
+
+def _legend(group: list[Record]) -> str:
+    parts = []
+    if any("over" in name for r in group for name in r.details):
+        parts.append("In brackets: 95% interval.")
+    if any("against_float32" in r.details for r in group):
+        against = "the same model in float32" if group[0].details.get("against_float32") else "dense eager"
+        parts.append(f"Difference: largest of a logit from {against}, over the largest logit.")
+    for record in group:
+        sparse = record.details.get("sparse_share")
+        if sparse is not None and sparse < 1:
+            parts.append(
+                f"Dense calls of {contender(record)}: {share(1 - sparse)}, where sparsity does not pay."
+            )
+    return " ".join(parts)

@@ -1,0 +1,233 @@
+"""The largest gain that the records honestly show, with its baseline and its conditions.
+
+Trained models come before those that were built to be sparse, and whole models before blocks. A gain counts
+over the fastest dense contender that ran beside it, and with the lower end of its interval. Where nothing was
+faster, the headline says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..measure.records import Record
+from .document import Fact, Headline
+from .inputs import Inputs, Profiled, Run
+from .record_names import contender, described, is_bench, is_block, is_real, is_whole_model, workload
+from .sweep import base_run, sparsest_good
+from .wording import change, exponent, gigabytes, listed, share, short, times
+
+_NO_GAIN = 1.005  # beside rounding
+# Whole models that were trained, on text; built to be sparse; blocks of a model, on text; one block.
+_RANKS = _REAL, _BUILT, _BLOCKS, _BLOCK = range(4)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """low: the end of its interval that counts. rank: 0 is what says most, see `_RANKS`."""
+
+    value: float
+    low: float
+    high: float
+    rank: int
+    what: str
+    baseline: str
+    conditions: str
+    facts: tuple[Fact, ...] = ()
+
+
+def make_headline(inputs: Inputs) -> Headline:
+    title = f"TwELL report: {listed([_short_name(source) for source in inputs.sources])}"
+    gains = [*_of_records(inputs.records), *_of_profiles(inputs.profiles)]
+    facts: list[Fact] = []
+    claim = conditions = ""
+    if gains:
+        # Where a kind shows no gain, the next may.
+        best = max(gains, key=lambda gain: (gain.low > _NO_GAIN, -gain.rank, gain.low))
+        claim = f"{best.what}: {times(best.value)} as fast as {best.baseline}."
+        if best.low <= _NO_GAIN:
+            claim = f"Nothing measured here is surely faster than dense. The best: {claim}"
+        interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
+        conditions = best.conditions + interval
+        good = best.low > _NO_GAIN
+        better = [gain for gain in gains if gain.rank < best.rank]
+        if better and good:  # it says less than these, which are no gain
+            other = max(better, key=lambda gain: gain.low)
+            conditions += f" No gain: {other.what}, {times(other.value)} as fast as {other.baseline}."
+        facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
+        facts += best.facts
+    sparse, cost = _of_runs(inputs.runs)
+    facts += _active(inputs) + cost
+    if not claim:
+        claim, sparse = sparse, ""
+    return Headline(
+        title, claim, [text for text in (sparse, conditions, _measured(inputs)) if text], facts[:5]
+    )
+
+
+def _short_name(source: str) -> str:
+    parts = [part for part in source.rstrip("/").split("/") if part not in ("", ".")] or [source]
+    return "/".join(parts[-2:]) if len(parts) > 1 and len(parts[-1]) < 24 else parts[-1]
+
+
+def _measured(inputs: Inputs) -> str:
+    """What went into the report."""
+    parts = []
+    if inputs.runs:
+        tokens = sum(run.tokens for run in inputs.runs)
+        word = "training run" if len(inputs.runs) == 1 else "training runs"
+        parts.append(f"{len(inputs.runs)} {word} ({short(tokens)} tokens)")
+    if inputs.profiles:
+        tokens = sum(one.profile.tokens for one in inputs.profiles)
+        models = listed([_short_name(one.profile.model) for one in inputs.profiles])
+        parts.append(f"the neurons of {models} on {tokens:,} tokens of text")
+    if inputs.records:
+        places = {str(r.hardware.get("gpu") or r.hardware.get("cpu")) for r in inputs.records}
+        word = "record" if len(inputs.records) == 1 else "records"
+        parts.append(f"{len(inputs.records)} {word} of {listed(sorted(places))}")
+    return f"Measured: {'; '.join(parts)}."
+
+
+def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
+    for record in records:
+        if record.unit != "s" or not (is_whole_model(record) or is_block(record)):
+            continue
+        name, value, low, high = gain_over_fastest(record)
+        if value is None:
+            continue
+        yield Gain(
+            value,
+            low,
+            high,
+            _REAL
+            if is_whole_model(record) and is_real(record)
+            else _BUILT
+            if is_whole_model(record)
+            else _BLOCK,
+            described(record),
+            name.replace("-", " ") if "/" not in name else name,
+            _conditions(record),
+            tuple(_beside(record, records, name)),
+        )
+
+
+def gain_over_fastest(record: Record) -> tuple[str, float | None, float, float]:
+    """The baseline, the gain over it and its interval. Of several dense contenders: the fastest."""
+    others = {
+        name.removeprefix("over/"): value
+        for name, value in record.details.items()
+        if name.startswith("over/") and not name.endswith(("/low", "/high"))
+    }
+    if others:
+        name = min(others, key=others.__getitem__)  # the smallest gain is over the fastest
+        low, high = (record.details.get(f"over/{name}/{end}", others[name]) for end in ("low", "high"))
+        return name, others[name], low, high
+    ratio = record.ratio
+    return record.baseline or "", ratio, ratio or 0.0, ratio or 0.0
+
+
+def _conditions(record: Record) -> str:
+    shape, where = record.shape, record.hardware
+    parts = [str(where.get("gpu") or where.get("cpu"))]
+    if is_bench(record):
+        parts.insert(0, contender(record))
+    if not where.get("gpu"):
+        parts[-1] += f", {_threads(where)}"
+    for name, form in (
+        ("dtype", "{}"),
+        ("layers", "{} layers"),
+        ("D", "hidden size {}"),
+        ("H", "{:,} neurons"),
+    ):
+        if name in shape:
+            parts.append(form.format(shape[name]))
+    nnz = record.sparsity.get("nnz", record.sparsity.get("wanted_nnz"))
+    if nnz is not None:
+        parts.append(f"{short(nnz)} of them active per token")
+    if shape.get("text") == "random tokens" or record.what.startswith("bench_training"):
+        parts.append("a model built to be this sparse, on random tokens")
+    return f"Conditions: {', '.join(parts)}; commit {record.commit}."
+
+
+def _threads(hardware: Mapping[str, Any]) -> str:
+    threads = hardware.get("torch_threads")
+    return "1 thread" if threads == 1 else f"{threads} threads"
+
+
+def _beside(record: Record, records: Sequence[Record], name: str) -> Iterable[Fact]:
+    """Energy and memory against the same contender."""
+    other = next(
+        (r for r in records if workload(r) == workload(record) and r.what.rsplit("/", 1)[-1] == name), None
+    )
+    if other is None:
+        return
+    for key, label in (("millijoules_per_token", "energy per token"), ("peak_bytes", "peak memory")):
+        ours, theirs = record.details.get(key), other.details.get(key)
+        if ours and theirs:
+            good = None if abs(ours / theirs - 1) < _NO_GAIN - 1 else ours < theirs
+            shown = (
+                f"{gigabytes(theirs)} to {gigabytes(ours)}"
+                if key == "peak_bytes"
+                else f"{theirs:.3g} to {ours:.3g} mJ"
+            )
+            yield Fact(change(ours / theirs), label, f"{shown}, against {name.replace('-', ' ')}", good)
+
+
+def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
+    for one in profiles:
+        timed = [layer.speed for layer in one.profile.layers if layer.speed is not None]
+        if not timed:
+            continue
+        value = sum(speed.dense_ms for speed in timed) / sum(speed.auto_ms for speed in timed)
+        where = one.profile.hardware
+        place = where.get("gpu") or f"{where.get('cpu')}, {_threads(where)}"
+        yield Gain(
+            value,
+            value,
+            value,
+            _BLOCKS,
+            f"The {len(timed)} feed-forward blocks of {_short_name(one.profile.model)} together",
+            "dense PyTorch",
+            f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
+            "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
+        )
+
+
+def _of_runs(runs: Sequence[Run]) -> tuple[str, list[Fact]]:
+    """What sparsity costs: the sparsest run whose loss stays near that of lambda 0."""
+    run = sparsest_good(runs)
+    if run is None or run.nnz is None:
+        return "", []
+    neurons = run.config.model.intermediate_size
+    text = (
+        f"With lambda {exponent(run.l1)}, a token activates {short(run.nnz)} of {neurons:,} neurons per "
+        f"layer ({share(run.nnz / neurons)})"
+    )
+    base = base_run(run, runs)
+    if base is None or base is run or base.loss is None or run.loss is None:
+        return f"{text}.", []
+    side = "above" if run.loss >= base.loss else "below"
+    text += f", at a cross-entropy {abs(run.loss / base.loss - 1):.1%} {side} that of lambda 0"
+    note = f"{base.loss:.3f} to {run.loss:.3f}, lambda {exponent(run.l1)} against 0"
+    return f"{text}.", [Fact(change(run.loss / base.loss), "cross-entropy", note, None)]
+
+
+def _active(inputs: Inputs) -> list[Fact]:
+    """How sparse the model is: of a profile, else of a run."""
+    if inputs.profiles:
+        profile = inputs.profiles[0].profile
+        return [
+            Fact(
+                share(profile.mean_share),
+                "of the neurons active per token",
+                f"{short(profile.mean_nnz)} of {profile.layers[0].neurons:,} in each layer, on average",
+            )
+        ]
+    run = sparsest_good(inputs.runs)
+    if run is None or run.nnz is None:
+        return []
+    neurons = run.config.model.intermediate_size
+    return [
+        Fact(share(run.nnz / neurons), "of the neurons active per token", f"{short(run.nnz)} of {neurons:,}")
+    ]

@@ -1,0 +1,104 @@
+"""The names of records in plain words, and which of them compare like with like."""
+
+from __future__ import annotations
+
+from ..measure.records import Record
+
+BENCHES = ("bench_inference", "bench_training")
+
+# Whole models, besides those of `twell bench`: what is compared runs the same model on the same tokens.
+_MODELS = {
+    "generation/captured": "A generated token",
+    "generation/text": "A generated token of a trained model",
+    "sparsified/eager": "A forward pass of {model}, sparsified, eager",
+    "sparsified/prefill": "A forward pass of {model}, sparsified, layers compiled",
+    "defaults/prefill/auto": "A forward pass of a Llama, defaults only",
+    "defaults/generate/auto": "A generated token, defaults only",
+    "defaults/checkpointed/auto": "A checkpointed training step, defaults only",
+}
+# One feed-forward block as users get it. Named paths, parts of a block and time of the host stay tables.
+_BLOCKS = {
+    "ffn_inference/prefill/auto": "A feed-forward block at prefill",
+    "ffn_inference/decode/auto": "A feed-forward block at decode",
+    "ffn_training/total/auto": "A training step of a feed-forward block",
+    "ffn_cpu/auto": "A feed-forward block on a CPU",
+}
+_WORKLOADS = {
+    "forward": "A forward pass",
+    "generation": "Generation",
+    "step": "A training step",
+    "checkpointed": "A training step with checkpointing",
+}
+FAMILIES = {
+    "ffn_inference": "Feed-forward blocks, inference",
+    "ffn_training": "Feed-forward blocks, training",
+    "ffn_cpu": "Feed-forward blocks on a CPU",
+    "generation": "Generation",
+    "sparsified": "Stock models after `sparsify_`",
+    "defaults": "Defaults, without tuning",
+    "format_memory": "Memory of the formats",
+    "families": "Model families",
+    "pruned_model": "Pruned models",
+}
+
+
+def is_bench(record: Record) -> bool:
+    """Of `twell bench`."""
+    return record.what.split("/")[0] in BENCHES and record.what.count("/") == 2
+
+
+def is_whole_model(record: Record) -> bool:
+    """Ours against dense, same model and tokens."""
+    if is_bench(record):
+        return record.what.rsplit("/", 1)[-1].startswith("ours")
+    return record.what in _MODELS
+
+
+def is_real(record: Record) -> bool:
+    """Of a trained model on text, not of one that was built to be sparse."""
+    if is_bench(record):
+        return record.shape.get("text", "random tokens") != "random tokens"
+    return record.what == "generation/text"
+
+
+def is_block(record: Record) -> bool:
+    """16-bit blocks on a CPU do not count: without 16-bit units most of their gain is arithmetic."""
+    on_cpu = record.hardware.get("device") == "cpu"
+    return record.what in _BLOCKS and not (on_cpu and record.shape.get("dtype") != "float32")
+
+
+def workload(record: Record) -> tuple:
+    """Equal for contenders of `twell bench` that were compared with each other."""
+    shape = sorted((name, value) for name, value in record.shape.items() if name != "meaning")
+    return record.what.rsplit("/", 1)[0], str(shape), record.date if not is_bench(record) else ""
+
+
+def contender(record: Record) -> str:
+    return record.what.rsplit("/", 1)[-1].replace("-", " ")
+
+
+def described(record: Record) -> str:
+    """What was measured, as the subject of a sentence."""
+    shape = record.shape
+    if is_bench(record):
+        what = _WORKLOADS.get(record.what.split("/")[1], record.what)
+        return f"{what} of {short_model(shape)} ({size_of(record)})"
+    if record.what in _MODELS:
+        text = _MODELS[record.what].format(model=shape.get("model", "a model"))
+    else:
+        text = _BLOCKS.get(record.what, record.what)
+    return f"{text}, {shape['M']:,} tokens at once" if isinstance(shape.get("M"), int) else text
+
+
+def short_model(shape: dict) -> str:
+    """A folder's name is enough of its path."""
+    return str(shape.get("model", "a model")).rstrip("/").rsplit("/", 1)[-1]
+
+
+def size_of(record: Record) -> str:
+    shape = record.shape
+    if "new_tokens" in shape:
+        return f"{shape['batch']} x {shape['new_tokens']} tokens after {shape['prompt']}"
+    if "sequence" in shape:
+        return f"{shape.get('batch', 1)} x {shape['sequence']} tokens"
+    return f"{shape['batch']} sequences" if "batch" in shape else ""

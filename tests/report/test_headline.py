@@ -1,0 +1,100 @@
+"""The headline claims no more than the records show."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from twell.measure.records import write_records
+from twell.report import make_report
+
+from .conftest import bench_records
+
+
+def headline(tmp_path, records):
+    write_records(tmp_path / "records.jsonl", records)
+    return make_report([tmp_path / "records.jsonl"]).headline
+
+
+def block(what, ratio, **shape):
+    """A record of one block on a CPU."""
+    [record, *_] = bench_records()
+    return dataclasses.replace(
+        record,
+        what=what,
+        baseline="dense eager",
+        baseline_value=ratio,
+        value=1.0,
+        quantiles={},
+        details={},
+        shape={"M": 512, "D": 64, "H": 256, "dtype": "float32", **shape},
+    )
+
+
+def test_a_gain_counts_over_the_fastest_dense_contender(tmp_path):
+    found = headline(tmp_path, bench_records())
+    assert found.claim == "A forward pass of tiny (4 x 32 tokens): 1.50x as fast as best dense."
+    notes = " ".join(found.notes)
+    assert "96 neurons, 12 of them active per token" in notes
+    assert "on random tokens" in notes
+    facts = {fact.label: fact for fact in found.facts}
+    assert facts["energy per token"].value == "−33.3%"  # noqa: RUF001 - a minus sign
+    assert facts["peak memory"].good
+
+
+def test_no_gain_is_said_to_be_none(tmp_path):
+    found = headline(tmp_path, bench_records(**{"ours-eager": 1.6}))
+    assert found.claim.startswith("Nothing measured here is surely faster than dense.")
+    assert "0.94x" in found.claim
+    assert not found.facts[0].good
+
+
+def test_whole_models_come_before_blocks(tmp_path):
+    found = headline(tmp_path, [block("ffn_cpu/auto", 9.0), *bench_records()])
+    assert "1.50x" in found.claim
+    assert "9.00x" in headline(tmp_path, [block("ffn_cpu/auto", 9.0)]).claim
+
+
+def test_trained_models_come_before_built_ones(tmp_path):
+    def on_text(**seconds):
+        return [
+            dataclasses.replace(r, shape={**r.shape, "model": "mine", "text": "text"})
+            for r in bench_records(**seconds)
+        ]
+
+    faster = headline(tmp_path, [*on_text(**{"ours-eager": 1.2}), *bench_records()])
+    assert "of mine (4 x 32 tokens): 1.25x" in faster.claim
+    assert "built to be" not in " ".join(faster.notes)
+    slower = headline(tmp_path, [*on_text(**{"ours-eager": 1.6}), *bench_records()])
+    assert "of tiny (4 x 32 tokens): 1.50x" in slower.claim
+    assert "No gain: A forward pass of mine" in " ".join(slower.notes)
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype"),
+    [
+        ("ffn_cpu/auto", "bfloat16"),  # mostly arithmetic, not sparsity
+        ("ffn_inference/kernels/up", "float32"),  # part of a block
+        ("mine/other", "float32"),
+    ],
+)
+def test_what_does_not_compare_like_with_like_is_a_table_only(tmp_path, what, dtype):
+    record = block(what, 9.0, dtype=dtype)
+    found = headline(tmp_path, [record])
+    assert not found.claim
+    assert not found.facts
+    write_records(tmp_path / "records.jsonl", [record])
+    assert "9.00x" in make_report([tmp_path / "records.jsonl"]).html()
+
+
+def test_runs_are_held_against_lambda_0(made):
+    found = make_report([made / "none", made / "some"]).headline
+    assert found.claim.startswith("With lambda ")
+    assert "that of lambda 0" in found.claim or "With lambda 0," in found.claim
+
+
+def test_the_profile_of_a_run_counts_blocks_alone(made):
+    found = make_report([made / "profile"]).headline
+    assert "2 feed-forward blocks" in found.claim
+    assert "without attention" in " ".join(found.notes)

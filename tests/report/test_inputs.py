@@ -1,0 +1,136 @@
+"""What is taken for what; what is refused, and what a run that is not finished shows."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from twell.cli.app import app
+from twell.measure.records import read_records, write_records
+from twell.report import make_report, read_inputs
+from twell.report.origin_sections import bench_command
+from twell.report.sweep import sweeps
+
+from ..test_documents import ROOT, check_command
+from .conftest import bench_records
+
+
+def test_every_kind_is_recognised(everything):
+    inputs = read_inputs(everything)
+    assert [run.name for run in inputs.runs] == ["none", "some"]
+    assert [run.l1 for run in inputs.runs] == [0, 1e-3]
+    assert [one.name for one in inputs.profiles] == ["profile"]
+    assert len(inputs.records) == 3
+    assert read_inputs([everything[2] / "profile.json"]).profiles[0].profile == inputs.profiles[0].profile
+    assert [run.l1 for run in sweeps(inputs.runs)[0]] == [0, 1e-3]
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "benchmarks" / "results").glob("*.jsonl")), ids=lambda path: path.stem
+)
+def test_committed_records_become_a_report(path):
+    report = make_report([path])
+    assert len(report.sections) >= 3
+    assert report.html()
+    assert report.markdown("figures")
+
+
+def test_of_repeated_records_the_last_counts(tmp_path):
+    write_records(tmp_path / "r.jsonl", [*bench_records(), *bench_records(**{"ours-eager": 0.5})])
+    records = read_inputs([tmp_path / "r.jsonl"]).records
+    assert [record.value for record in records] == [2.0, 1.5, 0.5]
+
+
+def test_runs_of_one_name_are_told_apart(made, tmp_path):
+    shutil.copytree(made / "some", tmp_path / "some")
+    names = [run.name for run in read_inputs([made / "some", tmp_path / "some"]).runs]
+    assert names == [str(made / "some"), str(tmp_path / "some")]
+
+
+def test_a_run_that_is_not_finished_is_shown_and_not_compared(made, tmp_path):
+    shutil.copytree(made / "some", tmp_path / "half")
+    (tmp_path / "half" / "summary.json").unlink()
+    lines = (made / "some" / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "half" / "metrics.jsonl").write_text("\n".join([*lines[:5], "{damaged"]))
+    report = make_report([made / "none", tmp_path / "half"])
+    assert "at step 5" in report.html()
+    assert "Speed and loss over lambda" not in [section.title for section in report.sections]
+
+
+def test_commands_exist_and_name_what_was_run(everything):
+    text = make_report(everything).sections[-1].blocks[-1].lines
+    assert text[0].startswith("twell train --config")
+    for line in text:
+        check_command(shlex.split(line)[1:])
+    [record, *_] = bench_records()
+    command = bench_command(record)
+    assert "--shape 4x32" in command
+    assert "--nnz 12" in command
+    for path in ("bench_inference", "bench_training"):
+        for record in read_records(ROOT / "benchmarks" / "results" / f"{path}.jsonl"):
+            check_command(shlex.split(bench_command(record))[1:])
+
+
+def run(*arguments):
+    return CliRunner(env={"COLUMNS": "80"}).invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_command_writes_page_and_markdown(everything, tmp_path):
+    done = run(*everything, "--out", tmp_path / "r.html", "--markdown", tmp_path / "r.md")
+    assert done.exit_code == 0, done.output
+    assert "1.50x as fast as best dense" in done.output
+    assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")
+    for figure in (tmp_path / "r_figures").iterdir():
+        assert f"r_figures/{figure.name}" in (tmp_path / "r.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("gone", None, "does not exist"),
+        ("folder", "", "a folder without config.yaml or profile.json"),
+        ("notes.txt", "hello", "notes.txt"),
+        ("empty.jsonl", "\n", "is empty"),
+        ("broken.jsonl", "{", "is no JSON Lines file"),
+        ("other.jsonl", '{"a": 1}', "no records"),
+        ("metrics.jsonl", '{"step": 1, "tokens": 2}', "the run's folder"),
+        ("other.json", "{}", "which `twell profile` writes"),
+        ("bad.jsonl", '{"what": "x", "unit": "s"}', "line 1"),
+    ],
+)
+def test_other_inputs_are_refused_in_one_line(tmp_path, name, content, said):
+    path = tmp_path / name
+    if name == "folder":
+        path.mkdir()
+    elif content is not None:
+        path.write_text(content)
+    done = run(path, "--out", tmp_path / "r.html")
+    assert isinstance(done.exception, ValueError)
+    assert said in str(done.exception)
+    assert "accepted" in str(done.exception)
+    assert "\n" not in str(done.exception)
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_new_run_without_logs_is_refused(made, tmp_path):
+    (tmp_path / "new").mkdir()
+    shutil.copy(made / "some" / "config.yaml", tmp_path / "new")
+    with pytest.raises(ValueError, match="has logged nothing yet"):
+        read_inputs([tmp_path / "new"])
+    with pytest.raises(ValueError, match="accepted"):
+        read_inputs([])
+
+
+def test_outputs_are_checked_first(made, tmp_path):
+    for arguments, said in (
+        (("--out", tmp_path / "none" / "r.html"), "a folder that exists"),
+        (("--out", tmp_path), "a file to write"),
+        (("--out", made / "bench.jsonl"), "one of the inputs"),
+    ):
+        done = run(made / "bench.jsonl", *arguments)
+        assert said in str(done.exception)
+    assert json.loads((made / "bench.jsonl").read_text().splitlines()[0])

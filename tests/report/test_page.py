@@ -1,0 +1,178 @@
+"""The page: well-formed, complete in itself, with every text escaped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import pytest
+
+from twell.profiling import read_profile
+from twell.report import make_report
+from twell.report.document import HeatMap
+from twell.report.heat_map import LEVELS, heat_map, level
+
+from .conftest import STRANGE
+
+VOID = {"meta", "link", "br"}
+
+
+class Page(HTMLParser):
+    """Checks that elements are closed in their order; keeps attributes, texts and ids."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def text_of(self, *tags: str) -> str:
+        return " ".join(text for tag, text in self.texts if tag in tags)
+
+
+@pytest.fixture(scope="module")
+def page(everything) -> Page:
+    return Page(make_report(everything).html())
+
+
+def test_every_section_is_there_and_linked(page):
+    titles = [text for tag, text in page.texts if tag == "h2"]
+    wanted = ["Forward pass: tiny, 4 x 32 tokens", "Training runs", "Speed and loss over lambda"]
+    wanted += ["What each token wakes", "Layer by layer", "How neurons fire", "Environment", "Commands"]
+    assert titles == wanted
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    assert len(set(ids)) == len(ids)
+    assert links == [f"#{name}" for name in ids]
+
+
+def test_the_papers_figures_are_there(page):
+    figures = [text for tag, text in page.texts if tag == "h3"]
+    assert {
+        "Speed",
+        "Peak memory",
+        "Energy",
+        "Cross-entropy",
+        "Loss",
+        "Active neurons",
+        "Speed by layer",
+    } <= {*figures}
+    assert {"Active neurons by position", "How often each neuron fires", "Inference, blocks"} - {
+        *figures
+    } == {
+        "Inference, blocks"  # one profile is no curve
+    }
+    drawn = [attributes for tag, attributes in page.elements if tag == "svg"]
+    assert len(drawn) == len(figures)
+    assert all(attributes["aria-label"] and attributes["role"] == "img" for attributes in drawn)
+
+
+def test_nothing_is_fetched(page):
+    for tag, attributes in page.elements:
+        assert tag not in ("img", "iframe", "object", "embed")
+        for name in ("src", "href", "srcset", "action"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:,"))
+        assert "url(" not in (attributes.get("style") or "")
+    css = page.text_of("style")
+    assert "url(" not in css
+    assert "@import" not in css
+    assert "http" not in page.text_of("script", "style")
+
+
+def test_tokens_are_text_and_nothing_else(page):
+    scripts = [attributes for tag, attributes in page.elements if tag == "script"]
+    assert scripts == [{"type": "application/json"}, {}]
+    assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
+    assert not any(tag == "b" for tag, _ in page.elements)
+    shown = [text for tag, text in page.texts if tag == "bdi"]
+    assert STRANGE[0] in shown
+    assert "a↵b↵" in shown
+    assert "\\u202eabc" in shown
+    assert "\\ud800" in shown
+    assert f"“{STRANGE[1]}”" in page.text_of("td")
+
+
+def test_figures_in_tables_are_those_of_the_inputs(page, everything):
+    summary = json.loads((everything[1] / "summary.json").read_text())
+    cells = [text for tag, text in page.texts if tag == "td"]
+    assert f"{summary['held_out_ce_loss']:.4f}" in cells
+    layer = read_profile(everything[2] / "profile.json").layers[1]
+    assert f"{layer.nnz.mean:.1f}" in cells
+    assert any(cell.startswith("2.00x (") for cell in cells)
+
+
+def test_the_map_holds_the_sample(everything):
+    profile = read_profile(everything[2] / "profile.json")
+    drawn = heat_map(HeatMap(profile.sample, [layer.neurons for layer in profile.layers]))
+    data = json.loads(re.search(r"<script[^>]*>(.*?)</script>", drawn, re.DOTALL)[1])
+    assert data["nnz"] == profile.sample.nnz
+    assert data["neurons"] == profile.sample.neurons
+    assert data["sizes"] == [96, 96]
+    assert data["values"][0][0] == pytest.approx(profile.sample.values[0][0], rel=5e-3)
+    assert drawn.count("<button") == len(profile.sample.tokens)
+
+
+def test_levels_of_the_map_rise_from_nothing_to_the_most():
+    found = [level(count, 500) for count in range(501)]
+    assert found == sorted(found)
+    assert (found[0], found[1], found[-1]) == (0, 1, LEVELS - 1)
+    assert level(0, 0) == 0
+
+
+def test_a_profile_without_a_sample_has_no_map_and_no_script(everything, tmp_path):
+    profile = read_profile(everything[2] / "profile.json")
+    dataclasses.replace(profile, sample=None).save(tmp_path / "profile.json")
+    page = Page(make_report([tmp_path]).html())
+    assert "What each token wakes" not in page.text_of("h2")
+    assert not any(tag == "script" for tag, _ in page.elements)
+
+
+def test_drawings_stand_by_themselves(everything):
+    drawings = make_report(everything).drawings()
+    assert len(drawings) > 12
+    for name, drawing in drawings.items():
+        root = ElementTree.fromstring(drawing)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg", name
+        assert "--s0" in drawing  # its colours, light and dark
+
+
+def test_markdown_has_whole_tables_and_no_html(everything):
+    text = make_report(everything).markdown("figures")
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert len(tables) >= 6
+    for table in tables:
+        columns = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+        assert len(columns) == 1
+    assert "<script" not in text
+    assert "\\|\\`\\*\\_" in text
+    assert text.encode()  # a lone surrogate cannot be written
+    named = set(re.findall(r"\]\(figures/(.*?)\)", text))
+    assert named == set(make_report(everything).drawings())
+    assert "](" not in make_report(everything).markdown().replace("\\](", "")
+
+
+def test_a_notebook_shows_the_page_in_a_frame(everything):
+    frame = Page(make_report(everything[3:])._repr_html_())
+    [(tag, attributes)] = frame.elements
+    assert tag == "iframe"
+    assert "Forward pass" in Page(attributes["srcdoc"]).text_of("h2")
