@@ -40,6 +40,7 @@ LAYERS = [
     {"evaluation"},
     {"profiling"},
     {"verification"},
+    {"reproduction"},
     {"cli"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
