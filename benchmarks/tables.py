@@ -25,6 +25,7 @@ import tables_defaults
 import tables_families
 import tables_generation
 import tables_gpu
+import tables_reproduction
 import tables_runs
 import tables_sparsified
 import tables_training
@@ -154,6 +155,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **tables_gpu.TABLES,
     **tables_training.TABLES,
     **tables_runs.TABLES,
+    **tables_reproduction.TABLES,
 }
 
 

@@ -81,6 +81,11 @@ class Scale:
         """Our lambda for one of the paper's."""
         return float(f"{paper * self.l1_factor:.6g}")  # 6e-4, and not 6.000000000000001e-4
 
+    def speed_shape(self, config: RunConfig) -> tuple[int, int]:
+        """Sequences and tokens per sequence of timed calls: no longer than what the model has learnt on."""
+        sequences, length = self.speed
+        return sequences, min(length, config.data.sequence_length)
+
 
 SCALES = {
     "tiny": Scale(

@@ -43,8 +43,6 @@ class Table:
             "| " + " | ".join(self.columns) + " |",
             "|---|" + "---:|" * (len(self.columns) - 1),
             *("| " + " | ".join(row) + " |" for row in self.rows),
-            "",
-            " ".join(self.notes),
         ]
         return "\n".join(lines)
 
@@ -163,7 +161,7 @@ def markdown(results: Mapping[str, Any]) -> str:
     if results.get("command"):
         lines += ["", "```sh", results["command"], "```"]
     for table in tables(results):
-        lines += ["", f"## {table.title}", "", table.markdown()]
+        lines += ["", f"## {table.title}", "", table.markdown(), "", " ".join(table.notes)]
     return "\n".join(lines) + "\n"
 
 

@@ -132,7 +132,7 @@ def _one(
         lambda: measure_speed(
             folder,
             config,
-            SCALES[plan.scale].speed,
+            SCALES[plan.scale].speed_shape(config),
             say=lambda text: console.log(text) if console.is_terminal else None,
         ),
     )
