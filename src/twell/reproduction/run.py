@@ -12,6 +12,7 @@ that was interrupted from its newest checkpoint, and measures what is not measur
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -257,7 +258,8 @@ def _say(console: Console, text: str) -> None:
 
 def _forget() -> None:
     """Free what a run leaves in this process."""
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch._dynamo.reset()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

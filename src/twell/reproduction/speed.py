@@ -1,26 +1,27 @@
 """How fast a trained model is, against the same weights run dense: forward passes and training steps.
 
-Timed on held-out text, in turn, as `twell bench` does. The dense model is transformers' own class; a
-non-gated one has none, and is our model on dense kernels.
+Timed on held-out text, in turn, as `twell bench` does. The dense model is transformers' own class. It has no
+non-gated blocks: there, plain PyTorch blocks take the place of ours.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..evaluation import load_model
-from ..hf import sparse_mlps, to_stock
+from ..hf import to_stock
 from ..measure.contest import Setting
 from ..measure.inference import Batch, bench_forward
-from ..measure.models import ModelPair, ModelSize, shared_twin
+from ..measure.models import ModelPair, ModelSize, decoder_layers
 from ..measure.results import Measured, merge
 from ..measure.training import Trained, TrainingCase, bench_training
-from ..plan import Plan
+from ..nn import SparseMLP
 from ..train.config import RunConfig
 from ..train.data import prepare
 
@@ -50,12 +51,9 @@ def measure_speed(
     pair = _pair(folder, wide, device)
     bench_forward(pair, folder.name, Batch(ids=ids, origin=origin), _CONTENDERS, setting, calibrated=False)
     del pair
-    setting.release()
     # Weights in float32 and autocast, as in training.
     trained = Trained(_pair(folder, "float32", device), _case(config, folder.name, ids, wide, device))
     bench_training(trained, False, _CONTENDERS, setting, ids)
-    del trained
-    setting.release()
     return {"tokens": ids.numel(), "device": device.type} | _figures(found)
 
 
@@ -63,10 +61,26 @@ def _pair(folder: Path, dtype: str, device: torch.device) -> ModelPair:
     model, _ = load_model(str(folder), dtype=dtype, device=str(device))
     if model.config.sparsity_gated_mlp:
         return ModelPair(to_stock(model).to(device).eval(), model)
-    dense = shared_twin(model)
-    for mlp in sparse_mlps(dense):
-        mlp.plan = Plan(path="dense")
+    dense = copy.deepcopy(model)
+    for layer in decoder_layers(dense):
+        layer.mlp = PlainBlock(layer.mlp)
+    dense.l1_weight = 0.0
     return ModelPair(dense, model)
+
+
+class PlainBlock(nn.Module):
+    """A non-gated block as PyTorch runs it, with the weights of one of ours. It records no statistics."""
+
+    record, last_stats = False, None  # what our model asks its blocks for
+
+    def __init__(self, block: SparseMLP) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = block.up_proj, block.down_proj
+        for projection in (self.up_proj, self.down_proj):  # ours lie in memory neuron by neuron
+            projection.weight = nn.Parameter(projection.weight.detach().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)))
 
 
 def _case(config: RunConfig, name: str, ids: Tensor, precision: str, device: torch.device) -> TrainingCase:
