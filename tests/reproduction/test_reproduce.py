@@ -138,8 +138,8 @@ def test_more_experiments_in_the_same_folder_with_a_ctrl_c(folder, monkeypatch):
     assert activation.rows[0][2:5] == (f"{loss:.3f}", f"{loss / base - 1:+.1%}", "- / 47.1")
     row = dict(zip(gate.columns, gate.rows[1], strict=True))
     assert row["lambda"] == "2e-3 / 2e-5"
-    assert row["active"].endswith(" / 29 (0.5%)")
-    assert row["forward"].endswith("x / 1.19x")
+    assert row["active"].endswith(" / 29 (0.51%)")
+    assert row["forward"].endswith("x / 1.188x")
     page = (out / "results.md").read_text()
     assert " | ".join(gate.rows[1]) in page
     for plot in ("training.png", "speedup.png"):

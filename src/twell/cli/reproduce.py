@@ -73,7 +73,7 @@ def run_reproduce(
 def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path]:
     """Show the tables; write them and the figures. The files."""
     from ..reproduction.figures import draw
-    from ..reproduction.results import markdown, tables, where
+    from ..reproduction.results import legend, markdown, tables, where
     from ..reproduction.run import RESULTS
 
     if not console.is_terminal:
@@ -85,10 +85,8 @@ def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path
         for row in found.rows:
             shown.add_row(*row)
         console.print(shown)
-        for note in found.notes[1:]:
-            console.print(note, **_PLAIN)
-    console.print(found.notes[0].partition(" Cross-entropy")[0], **_PLAIN)
-    console.print(where(results), **_PLAIN)
+        console.print(" ".join(found.notes), end="\n\n", **_PLAIN)
+    console.print(f"{legend(results)}\n{where(results)}", highlight=False, markup=False)
     page = folder / "results.md"
     write_atomically(page, markdown(results))
     return [folder / RESULTS, page, *draw(results, folder)]

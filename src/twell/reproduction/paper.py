@@ -58,7 +58,6 @@ PAPER: dict[str, dict[str, Figures]] = {
 }
 NOTES: dict[str, str] = {
     "lambda": "The paper: up to lambda 3e-5 cross-entropy rises by less than 2%.",
-    "sizes": "The paper's models: 0.5B, 1B, 1.5B and 2B parameters (8, 18, 28 and 38 layers), in this order.",
     "gate": "The paper reports +11.2% for non-gated blocks.",
     "dead": "The paper: with revival accuracy is slightly better at equal sparsity.",
 }

@@ -205,9 +205,9 @@ def experiments_of(scale: Scale) -> dict[str, Experiment]:
     sizes = tuple(run_name(l1, model) for model in _models(scale) for l1 in (0.0, RECOMMENDED))
     return {
         "lambda": Experiment(
-            title="Lambda: how much the penalty costs and brings", runs=tuple(map(run_name, scale.lambdas))
+            title="Lambda: what the penalty costs and brings", runs=tuple(map(run_name, scale.lambdas))
         ),
-        "sizes": Experiment(title="Model size: larger models gain more", runs=sizes),
+        "sizes": Experiment(title="Model size: do larger models gain more?", runs=sizes),
         "activation": Experiment(title="ReLU against SiLU, both dense", runs=("silu", DENSE)),
         "gate": Experiment(
             title="Gated against non-gated blocks",
