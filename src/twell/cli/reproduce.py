@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .._errors import how_to_install
 from .._files import write_atomically
-from ..plots import figure_class
 from .train import INTERRUPTED
 
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -32,7 +32,6 @@ def run_reproduce(
     include: Path | None,
     commit: str | None,
 ) -> None:
-    figure_class()  # raises before the work starts
     from ..reproduction.recipes import SCALES, plan
     from ..train.distributed import is_first
 
@@ -62,7 +61,8 @@ def run_reproduce(
         console.print("stopped; the same command continues", **_PLAIN)
         raise typer.Exit(INTERRUPTED)
     written = _write(outcome.results, folder, console)
-    if (page := _report(sorted(folder / RUNS / name for name in chosen.runs), folder)) is not None:
+    trained = [folder / RUNS / name for name in chosen.runs if name not in outcome.failures]
+    if (page := _report(trained, folder)) is not None:
         written.append(page)
     console.print(f"results: {', '.join(map(str, written))}", **_PLAIN)
     if outcome.failures:
@@ -89,16 +89,19 @@ def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path
     console.print(f"{legend(results)}\n{where(results)}", highlight=False, markup=False)
     page = folder / "results.md"
     write_atomically(page, markdown(results))
-    return [folder / RESULTS, page, *draw(results, folder)]
+    written = [folder / RESULTS, page]
+    if importlib.util.find_spec("matplotlib") is None:
+        console.print(
+            f"no plots without matplotlib: {how_to_install('plot')}, then the same command", **_PLAIN
+        )
+        return written
+    return written + draw(results, folder)
 
 
 def _report(runs: list[Path], folder: Path) -> Path | None:
-    """The page of `twell report` about the runs; None in a twell that has no such command."""
-    if importlib.util.find_spec("twell.report") is None:
-        return None
-    write_report = getattr(importlib.import_module("twell.report"), "write_report", None)
-    if write_report is None:
+    """The page of `twell report` about finished runs; None in a twell that has no such command."""
+    if importlib.util.find_spec("twell.report") is None or not runs:
         return None
     page = folder / "report.html"
-    write_report(runs, page)
+    write_atomically(page, importlib.import_module("twell.report").make_report(runs).html())
     return page

@@ -88,7 +88,7 @@ def _sweep(results: Mapping[str, Any], path: Path) -> bool:
     panels[2].axhline(1, color=MUTED, linewidth=1, linestyle="--", label="dense")
     panels[2].set_ylim(bottom=0)
     panels[2].set_ylabel("times faster than dense", color=MUTED)
-    panels[2].legend(frameon=False, labelcolor=INK)
+    panels[2].legend(frameon=False, labelcolor=INK, ncols=2, fontsize=8, loc="lower right")
     panels[2].set_xticks(
         list(places), [f"{short(l1)}\n({short(run['paper_l1'])})" for l1, run in runs.items()]
     )

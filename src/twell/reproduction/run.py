@@ -31,7 +31,7 @@ from ..train.config import RunConfig
 from ..train.distributed import is_first
 from ..train.metrics import read_metrics
 from ..train.run import train
-from ..train.run_folder import CONFIG, METRICS
+from ..train.run_folder import CONFIG, METRICS, with_absolute_paths
 from .recipes import SCALES, Plan
 from .speed import measure_speed
 
@@ -214,6 +214,7 @@ def _check_folder(plan: Plan, out: Path) -> None:
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """As JSON gives it back. Where tokens are cached changes nothing."""
+    config = with_absolute_paths(config)
     found = config.as_dict()
     found["data"].pop("cache")
     found["data"]["source"] = list(config.data.sources)
