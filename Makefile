@@ -30,6 +30,7 @@ demo: $(READY)  ## train a small sparse model, check it, time it, let it write (
 
 reproduce: $(READY)  ## run the paper's experiments with tiny models; again: go on (CPU, 5 to 15 minutes)
 	$(BIN)/twell reproduce --scale tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m reproduction tests/reproduction/test_tiny.py
 
 wheel: $(READY)  ## build the wheel, check it, install it in a new environment, run it (1 minute)
 	$(BIN)/python .ci/wheel.py
