@@ -11,7 +11,7 @@ VLLM_READY := .venv-vllm/.ready
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-families test-targets setup-vllm test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo reproduce wheel test test-families test-targets setup-vllm test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -27,6 +27,13 @@ setup: $(READY)  ## create the virtual environment
 
 demo: $(READY)  ## train a small sparse model, check it, time it, let it write (CPU, 5 minutes)
 	$(BIN)/twell demo
+
+reproduce: $(READY)  ## run the paper's experiments with tiny models; again: go on (CPU, 5 to 15 minutes)
+	$(BIN)/twell reproduce --scale tiny
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m reproduction tests/reproduction/test_tiny.py
+
+wheel: $(READY)  ## build the wheel, check it, install it in a new environment, run it (1 minute)
+	$(BIN)/python .ci/wheel.py
 
 test: $(READY)  ## run the tests that need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal

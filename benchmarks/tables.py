@@ -26,6 +26,7 @@ import tables_families
 import tables_generation
 import tables_gpu
 import tables_headline
+import tables_reproduction
 import tables_runs
 import tables_sparsified
 import tables_training
@@ -156,6 +157,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **tables_gpu.TABLES,
     **tables_training.TABLES,
     **tables_runs.TABLES,
+    **tables_reproduction.TABLES,
 }
 
 

@@ -41,6 +41,7 @@ LAYERS = [
     {"profiling"},
     {"verification"},
     {"report"},
+    {"reproduction"},
     {"cli"},
     {"__main__"},
 ]

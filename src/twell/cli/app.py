@@ -121,6 +121,51 @@ def train(
     run_train(overrides=overrides or [], preset=preset, config=config, out=out, resume=resume, verify=verify)
 
 
+@app.command()
+def reproduce(
+    scale: Annotated[
+        str, Option(help="tiny (CPU, 5 to 15 minutes), small (a GPU, 10 minutes) or paper (a cluster, days).")
+    ],
+    overrides: Annotated[
+        list[str] | None, Argument(help="Settings of every run, as key=value.", show_default=False)
+    ] = None,
+    experiments: Annotated[
+        list[str] | None,
+        Option(help="lambda, sizes, activation, gate, dead; commas or repeated. Default: all."),
+    ] = None,
+    text: Annotated[
+        str | None,
+        Option(help="A file, a folder, 'python' or hf:NAME. Default: python for tiny, the paper's corpus."),
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="Folder; one that was begun is continued. Default: runs/reproduce-SCALE.")
+    ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        Option(
+            help="An lm-eval task for every model; may be repeated. Default: the paper's for scale paper."
+        ),
+    ] = None,
+    include: Annotated[Path | None, Option(help="Folder of your own lm-eval tasks.")] = None,
+    commit: Annotated[
+        str | None, Option(help="The commit to note where git is not available.", show_default=False)
+    ] = None,
+) -> None:
+    """Run the paper's experiments and set the results beside the paper's. Run it again to continue."""
+    from .reproduce import run_reproduce
+
+    run_reproduce(
+        scale=scale,
+        overrides=overrides or [],
+        experiments=experiments or [],
+        text=text,
+        out=out,
+        tasks=tasks,
+        include=include,
+        commit=commit,
+    )
+
+
 @app.command("eval")
 def evaluate(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],

@@ -157,10 +157,19 @@ class Trained:
         return compile_layers(model, fullgraph=False)
 
 
-def bench_training(trained: Trained, checkpointing: bool, contenders: list[str], setting: Setting) -> None:
-    """Compare whole steps with or without activation checkpointing."""
+def bench_training(
+    trained: Trained,
+    checkpointing: bool,
+    contenders: list[str],
+    setting: Setting,
+    ids: Tensor | None = None,
+) -> None:
+    """Compare whole steps with or without activation checkpointing.
+
+    ids:  [B, S], of the case's batch and sequence; None: random ones.
+    """
     case = trained.case
-    ids = case.ids()
+    ids = case.ids() if ids is None else ids
     trained.pair.sparse.eval()
     sparsity = sparsity_of(trained.pair, ids)
     trained.pair.sparse.train()

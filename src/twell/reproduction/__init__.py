@@ -1,0 +1,1 @@
+"""The paper's experiments: recipes, one run after the other, and our figures beside the paper's."""

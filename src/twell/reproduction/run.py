@@ -1,0 +1,266 @@
+"""Trains the runs of a plan one after the other, in folders of their own, and measures each.
+
+OUT/plan.json               scale, text and settings: what the folder belongs to
+OUT/runs/NAME/              a run's folder, as of `twell train`, without the checkpoints of a finished run
+OUT/runs/NAME/speed.json    how fast it is, `tasks.json`: its accuracy
+OUT/results.json            everything, again after each run
+
+A process may be killed anywhere. The next call with the same folder skips what is finished, resumes the run
+that was interrupted from its newest checkpoint, and measures what is not measured yet.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from .._errors import reject
+from .._files import make_folder, read_json_object, remove, write_json
+from ..evaluation import evaluate_tasks, load_model
+from ..measure.records import source
+from ..train.checkpoints import checkpoints
+from ..train.config import RunConfig
+from ..train.distributed import is_first
+from ..train.metrics import read_metrics
+from ..train.run import train
+from ..train.run_folder import CONFIG, METRICS, with_absolute_paths
+from .recipes import SCALES, Plan
+from .speed import measure_speed
+
+PLAN, RESULTS, RUNS, SPEED, TASKS = "plan.json", "results.json", "runs", "speed.json", "tasks.json"
+_PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """finished: whether no run was interrupted. results: as in results.json."""
+
+    finished: bool
+    results: dict[str, Any]
+
+    @property
+    def failures(self) -> dict[str, str]:
+        return {name: run["failure"] for name, run in self.results["runs"].items() if run.get("failure")}
+
+
+def reproduce(
+    plan: Plan,
+    out: Path,
+    *,
+    tasks: Sequence[str] | None = None,
+    include: Path | None = None,
+    command: str = "",
+    commit: str | None = None,
+    console: Console | None = None,
+) -> Outcome:
+    """Do what is not done yet of `plan` in the folder `out`.
+
+    tasks:    lm-eval's, None: the scale's own. include: a folder of your own.
+    command:  noted in the results, for the reader. commit: where git is not available.
+    Call it in one process, or in each process that torchrun or `accelerate launch` has started.
+    """
+    console = console or Console()
+    make_folder(out, "out")
+    _check_folder(plan, out)
+    chosen = SCALES[plan.scale].tasks if tasks is None else tuple(tasks)
+    results: dict[str, Any] = {
+        "scale": plan.scale,
+        "command": command,
+        "experiments": {name: list(one.runs) for name, one in plan.experiments.items()},
+        "text": next(iter(plan.configs.values())).data.source,
+        **source("cuda" if torch.cuda.is_available() else "cpu", None),
+        "runs": {},
+    }
+    if commit is not None:
+        results["commit"] = commit
+    clock = _Clock(plan.configs)
+    for number, name in enumerate(plan.runs, start=1):
+        folder = out / RUNS / name
+        _say(console, f"run {number} of {len(plan.runs)}: {name} ({plan.runs[name].title}){clock.left(name)}")
+        began = perf_counter()
+        entry = results["runs"][name] = _described(plan, name)
+        skipped = _is_done(folder, chosen)
+        try:
+            finished = _one(plan, name, folder, chosen, include, entry, console)
+        except (FloatingPointError, torch.OutOfMemoryError) as error:
+            finished, entry["failure"] = True, str(error).partition("\n")[0]
+            _say(console, f"{name} failed: {entry['failure']}")
+        if not finished:
+            return Outcome(finished=False, results=results)
+        clock.done(name, None if skipped else perf_counter() - began)
+        if is_first():
+            write_json(out / RESULTS, results)
+        _forget()
+    return Outcome(finished=True, results=results)
+
+
+def _one(
+    plan: Plan,
+    name: str,
+    folder: Path,
+    tasks: Sequence[str],
+    include: Path | None,
+    entry: dict[str, Any],
+    console: Console,
+) -> bool:
+    """Train and measure one run, as far as that is not done; whether it is finished."""
+    config = plan.configs[name]
+    result = train(config, folder, resume=(folder / CONFIG).is_file(), console=console)
+    if not result.finished:
+        return False
+    if not is_first():
+        return True
+    for checkpoint in checkpoints(folder):
+        remove(checkpoint)  # the model and its figures are there; nothing resumes from it any more
+    lines = read_metrics(folder / METRICS)
+    entry["summary"] = result.summary
+    entry["nnz_by_layer"] = _by_layer(lines)
+    entry["curve"] = [
+        {key: line[key] for key in ("tokens", "ce_loss", "nnz") if key in line}
+        for line in lines
+        if "ce_loss" in line
+    ]
+    entry["speed"] = _kept(
+        folder / SPEED,
+        lambda: measure_speed(
+            folder,
+            config,
+            SCALES[plan.scale].speed_shape(config),
+            say=lambda text: console.log(text) if console.is_terminal else None,
+        ),
+    )
+    if tasks:
+        found = _kept(folder / TASKS, lambda: _accuracy(folder, tasks, include))
+        entry["tasks"], entry["tasks_missing"] = found["tasks"], found["missing"]
+    return True
+
+
+def _kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a file holds; measured and written first where there is none."""
+    found = read_json_object(path)
+    if found is None:
+        found = measure()
+        write_json(path, found)
+    return found
+
+
+def _accuracy(folder: Path, tasks: Sequence[str], include: Path | None) -> dict[str, Any]:
+    """Percent by task, and what could not be run."""
+    missing: dict[str, str] = {}
+    model, tokenizer = load_model(str(folder))
+    found = evaluate_tasks(model, tokenizer, list(tasks), include=include, missing=missing)
+    return {"tasks": {task: 100 * value for task, value in found.items()}, "missing": missing}
+
+
+def _is_done(folder: Path, tasks: Sequence[str]) -> bool:
+    return all((folder / name).exists() for name in (SPEED, *([TASKS] if tasks else [])))
+
+
+def _by_layer(lines: list[dict[str, Any]]) -> list[float]:
+    """Active neurons by layer in the last evaluation; of training's last log without one."""
+    for prefix in ("eval_nnz_layer_", "nnz_layer_"):
+        for line in reversed(lines):
+            if f"{prefix}0" in line:
+                count = sum(key.startswith(prefix) for key in line)
+                return [line[f"{prefix}{layer}"] for layer in range(count)]
+    return []
+
+
+def _described(plan: Plan, name: str) -> dict[str, Any]:
+    run, config = plan.runs[name], plan.configs[name]
+    return {
+        "title": run.title,
+        "preset": config.preset,
+        "paper_l1": run.l1,
+        "l1": None if run.l1 is None else config.recipe.l1,
+        "neurons": config.model.intermediate_size,
+        "hidden_size": config.model.hidden_size,
+        "layers": config.model.layers,
+        "gated": config.model.gated,
+        "activation": config.model.activation,
+        "steps": config.train.steps,
+        "tokens_per_step": config.tokens_per_step,
+    }
+
+
+def _check_folder(plan: Plan, out: Path) -> None:
+    """Refuse the folder of another reproduction; note this one. Experiments may be added later."""
+    now = {"scale": plan.scale, "runs": {name: _settings(config) for name, config in plan.configs.items()}}
+    stored = read_json_object(out / PLAN)
+    if stored is None:
+        if any(not path.name.startswith(".") for path in out.iterdir()):
+            reject("out", str(out), "a new or empty folder, or that of a reproduction to continue")
+    else:
+        if stored.get("scale") != plan.scale:
+            reject("out", f"{out}, begun at scale {stored.get('scale')}", "another folder, or that scale")
+        for name, settings in stored.get("runs", {}).items():
+            if now["runs"].setdefault(name, settings) != settings:
+                reject(
+                    "out",
+                    f"{out}, begun with other settings or another text",
+                    "another folder, or the same command as before",
+                )
+    if is_first() and now != stored:
+        write_json(out / PLAN, now)
+
+
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """As JSON gives it back. Where tokens are cached changes nothing."""
+    config = with_absolute_paths(config)
+    found = config.as_dict()
+    found["data"].pop("cache")
+    found["data"]["source"] = list(config.data.sources)
+    found["train"]["report"] = list(config.train.report)
+    return found
+
+
+class _Clock:
+    """How long the rest takes, from how long runs of this process took."""
+
+    def __init__(self, configs: dict[str, RunConfig]) -> None:
+        self._work = {name: _work(config) for name, config in configs.items()}
+        self._left = sum(self._work.values())
+        self._seconds = self._done = 0.0
+
+    def left(self, name: str) -> str:
+        if not self._seconds:
+            return ""
+        minutes = self._left * self._seconds / self._done / 60
+        return f", about {minutes:.0f} min left" if minutes >= 1 else ", less than a minute left"
+
+    def done(self, name: str, seconds: float | None) -> None:
+        """seconds: None for a run that was finished before."""
+        self._left -= self._work[name]
+        if seconds is not None:
+            self._seconds += seconds
+            self._done += self._work[name]
+
+
+def _work(config: RunConfig) -> float:
+    """In proportion to the operations of a run."""
+    model = config.model
+    blocks = (3 if model.gated else 2) * model.intermediate_size
+    layer = model.hidden_size * (4 * model.hidden_size + blocks)
+    return config.train.steps * config.tokens_per_step * (model.layers * layer)
+
+
+def _say(console: Console, text: str) -> None:
+    if is_first():
+        console.print(text, style="bold", **_PLAIN)
+
+
+def _forget() -> None:
+    """Free what a run leaves in this process."""
+    if "torch._dynamo" in sys.modules:  # importing it takes seconds
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,137 @@
+"""How fast a trained model is, against the same weights run dense: forward passes and training steps.
+
+Timed on held-out text, in turn, as `twell bench` does. The dense model is transformers' own class. It has no
+non-gated blocks: there, plain PyTorch blocks take the place of ours.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..evaluation import load_model
+from ..hf import to_stock
+from ..measure.contest import Setting
+from ..measure.inference import Batch, bench_forward
+from ..measure.models import ModelPair, ModelSize, decoder_layers
+from ..measure.results import Measured, merge
+from ..measure.training import Trained, TrainingCase, bench_training
+from ..nn import SparseMLP
+from ..train.config import RunConfig
+from ..train.data import prepare
+
+_CONTENDERS = ["dense-eager", "ours-eager"]
+_ROUNDS = {"cuda": 10, "cpu": 5}
+
+
+def measure_speed(
+    folder: Path, config: RunConfig, shape: tuple[int, int], say: Callable[[str], None] = lambda text: None
+) -> dict[str, Any]:
+    """Figures for JSON: by workload ("forward", "step") tokens per ms of dense and ours, and how many times
+    faster ours is, with the bounds of 95%; empty for a model without zeros.
+
+    folder:  of the finished run.
+    shape:   sequences, and tokens per sequence.
+    """
+    if config.model.dense:
+        return {}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ids, origin = _held_out(config, shape)
+    ids = ids.to(device)
+    found: list[Measured] = []
+    setting = Setting(
+        device=device, rounds=_ROUNDS[device.type], memory=device.type == "cuda", emit=found.append, say=say
+    )
+    wide = config.train.precision if device.type == "cuda" else "float32"
+    pair = _pair(folder, wide, device)
+    bench_forward(pair, folder.name, Batch(ids=ids, origin=origin), _CONTENDERS, setting, calibrated=False)
+    del pair
+    # Weights in float32 and autocast, as in training.
+    trained = Trained(_pair(folder, "float32", device), _case(config, folder.name, ids, wide, device))
+    bench_training(trained, False, _CONTENDERS, setting, ids)
+    return {"tokens": ids.numel(), "device": device.type} | _figures(found)
+
+
+def _pair(folder: Path, dtype: str, device: torch.device) -> ModelPair:
+    model, _ = load_model(str(folder), dtype=dtype, device=str(device))
+    if model.config.sparsity_gated_mlp:
+        return ModelPair(to_stock(model).to(device).eval(), model)
+    dense = copy.deepcopy(model)
+    for layer in decoder_layers(dense):
+        layer.mlp = PlainBlock(layer.mlp)
+    dense.l1_weight = 0.0
+    return ModelPair(dense, model)
+
+
+class PlainBlock(nn.Module):
+    """A non-gated block as PyTorch runs it, with the weights of one of ours. It records no statistics."""
+
+    record, last_stats = False, None  # what our model asks its blocks for
+
+    def __init__(self, block: SparseMLP) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = block.up_proj, block.down_proj
+        for projection in (self.up_proj, self.down_proj):  # ours lie in memory neuron by neuron
+            projection.weight = nn.Parameter(projection.weight.detach().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+def _case(config: RunConfig, name: str, ids: Tensor, precision: str, device: torch.device) -> TrainingCase:
+    model = config.model
+    size = ModelSize(
+        hidden=model.hidden_size,
+        neurons=model.intermediate_size,
+        layers=model.layers,
+        positions=model.positions,
+    )
+    return TrainingCase(
+        size=size,
+        name=name,
+        batch=ids.shape[0],
+        sequence=ids.shape[1],
+        precision="mixed" if precision == "bfloat16" else "float32",
+        device=device,
+    )
+
+
+def _held_out(config: RunConfig, shape: tuple[int, int]) -> tuple[Tensor, str]:
+    """Token ids [B, S], and where they come from; text that is too short is repeated."""
+    data = prepare(config.data, quiet=True)
+    source = data.train if data.held_out is None else data.held_out
+    sequences, length = shape
+    origin = "training text" if data.held_out is None else "held-out text"
+    pieces: list[Tensor] = []
+    wanted, place = sequences * length, 0
+    while sum(piece.numel() for piece in pieces) < wanted:
+        pieces.append(torch.as_tensor(source[place % len(source)]["input_ids"]).flatten())
+        place += 1
+    if place > len(source):
+        origin += ", repeated"
+    return torch.cat(pieces)[:wanted].view(sequences, length), origin
+
+
+def _figures(found: list[Measured]) -> dict[str, Any]:
+    last = {one.key: one for one in found}  # a contender is emitted again when more is known
+    result: dict[str, dict[str, Any]] = {}
+    for one in merge(last.values()):
+        entries = result.setdefault(one.first.workload, {})
+        ours = one.first.contender == "ours-eager"
+        kind = "ours" if ours else "dense"
+        if one.failure is not None:
+            entries["failure"] = f"{kind}: {one.failure}"
+        entries[f"{kind}_tokens_per_ms"] = one.tokens_per_ms
+        peak = one.detail("peak_bytes")
+        if peak is not None:
+            entries[f"{kind}_peak_bytes"] = peak
+        if ours and one.gain is not None:
+            entries |= {"gain": one.gain.middle, "low": one.gain.low, "high": one.gain.high}
+            entries["sparse_share"] = one.detail("sparse_share")
+            entries["difference"] = one.difference
+    return result
