@@ -1,5 +1,5 @@
-"""What `twell reproduce --scale tiny` left in runs/reproduce-tiny shows what the paper shows; speed apart, which
-depends on the machine. `make reproduce` runs both."""
+"""What `twell reproduce --scale tiny` left in runs/reproduce-tiny shows what the paper shows, but for speed,
+which depends on the machine. `make reproduce` runs both."""
 
 from __future__ import annotations
 
