@@ -159,13 +159,20 @@ def _number(value: float | None, form: str) -> str:
 
 
 def where(results: Mapping[str, Any]) -> str:
-    """One line: machine, versions, commit."""
-    hardware = results["hardware"]
+    """One line: machines, versions, commits and the last day."""
+    sources = [run["source"] for run in results["runs"].values() if "source" in run]
+    if not sources:
+        return "nothing measured"
+    machines = dict.fromkeys(_machine(one["hardware"]) for one in sources)
+    versions = dict.fromkeys(one["versions"]["torch"] for one in sources)
+    commits = dict.fromkeys(one["commit"] for one in sources)
+    day = max(one["date"] for one in sources)[:10]
+    return f"{'; '.join(machines)}, torch {', '.join(versions)}, commit {', '.join(commits)}, {day}"
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
     threads = hardware["torch_threads"]
-    machine = hardware.get("gpu") or f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
-    return (
-        f"{machine}, torch {results['versions']['torch']}, commit {results['commit']}, {results['date'][:10]}"
-    )
+    return hardware.get("gpu") or f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:
