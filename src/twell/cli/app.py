@@ -135,7 +135,7 @@ def reproduce(
     ] = None,
     text: Annotated[
         str | None,
-        Option(help="A file, a folder, 'python' or hf:NAME. Default: python for tiny, the paper's corpus."),
+        Option(help="A file, a folder, 'python' or hf:NAME. Default of tiny: python; of paper: its corpus."),
     ] = None,
     out: Annotated[
         Path | None, Option(help="Folder; one that was begun is continued. Default: runs/reproduce-SCALE.")

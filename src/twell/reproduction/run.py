@@ -136,7 +136,11 @@ def _one(
     ]
     entry |= _kept(folder / SPEED, lambda: _timed(folder, config, plan.scale, commit, console))
     if tasks:
-        found = _kept(folder / TASKS, lambda: _accuracy(folder, tasks, include))
+        path = folder / TASKS
+        known = read_json_object(path)
+        if known is not None and (known.get("asked") != list(tasks) or known.get("missing")):
+            remove(path)  # other tasks, or some that could not be run then
+        found = _kept(path, lambda: _accuracy(folder, tasks, include))
         entry["tasks"], entry["tasks_missing"] = found["tasks"], found["missing"]
     return True
 
@@ -169,7 +173,8 @@ def _accuracy(folder: Path, tasks: Sequence[str], include: Path | None) -> dict[
     missing: dict[str, str] = {}
     model, tokenizer = load_model(str(folder))
     found = evaluate_tasks(model, tokenizer, list(tasks), include=include, missing=missing)
-    return {"tasks": {task: 100 * value for task, value in found.items()}, "missing": missing}
+    scores = {task: 100 * value for task, value in found.items()}
+    return {"asked": list(tasks), "tasks": scores, "missing": missing}
 
 
 def _is_done(folder: Path, tasks: Sequence[str]) -> bool:
