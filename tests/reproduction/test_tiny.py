@@ -1,4 +1,4 @@
-"""What `twell reproduce --scale tiny` left in runs/reproduce-tiny shows what the paper shows, but for speed,
+"""What `twell reproduce --scale tiny` left in runs/reproduce-tiny shows what the paper shows; speed apart,
 which depends on the machine. `make reproduce` runs both."""
 
 from __future__ import annotations
