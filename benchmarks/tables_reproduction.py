@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from twell.reproduction.results import legend, tables, where
-
 RESULTS = Path(__file__).resolve().parent / "results" / "reproduction_small.json"
 NOT_MEASURED = "Not measured yet."
 
@@ -16,6 +14,8 @@ def small() -> str:
     """What the columns mean, and a table for each experiment."""
     if not RESULTS.exists():
         return NOT_MEASURED
+    from twell.reproduction.results import legend, tables, where  # needs transformers, which takes seconds
+
     results = json.loads(RESULTS.read_text())
     parts = [legend(results)]
     for table in tables(results):

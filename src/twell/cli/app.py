@@ -124,7 +124,7 @@ def train(
 @app.command()
 def reproduce(
     scale: Annotated[
-        str, Option(help="tiny (CPU, 5 to 15 minutes), small (a GPU, 10 minutes) or paper (a cluster, days).")
+        str, Option(help="tiny (CPU, 15 minutes), small (a GPU, 10 minutes) or paper (a cluster, days).")
     ],
     overrides: Annotated[
         list[str] | None, Argument(help="Settings of every run, as key=value.", show_default=False)
@@ -135,7 +135,7 @@ def reproduce(
     ] = None,
     text: Annotated[
         str | None,
-        Option(help="A file, a folder, 'python' or hf:NAME. Default: python for tiny, the paper's corpus."),
+        Option(help="A file, a folder, 'python' or hf:NAME. Default of tiny: python; of paper: its corpus."),
     ] = None,
     out: Annotated[
         Path | None, Option(help="Folder; one that was begun is continued. Default: runs/reproduce-SCALE.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,51 +47,21 @@ def _dots(axes: Any, values: Mapping[int, float], colour: str, label: str) -> No
 
 
 def _sweep(results: Mapping[str, Any], path: Path) -> bool:
-    runs_by_name = _swept(results)
-    if len(runs_by_name) < 3 or DENSE not in runs_by_name:
+    runs = _swept(results)
+    if len(runs) < 3 or DENSE not in runs:
         return False
-    runs = {run["l1"]: run for run in runs_by_name.values()}
-    base = runs_by_name[DENSE]["summary"]["held_out_ce_loss"]
-    places = range(len(runs))
     figure = figure_class()(figsize=(7.6, 8.0), dpi=144, layout="constrained")
     figure.suptitle(
         "Lambda: loss, active neurons, speed", x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK
     )
     panels = figure.subplots(3, 1, sharex=True)
     panels[0].set_title(where(results), loc="left", fontsize=9, color=MUTED)
-    losses = [100 * (run["summary"]["held_out_ce_loss"] / base - 1) for run in runs.values()]
-    panels[0].plot(places, losses, marker="o", color=_BLUE, linewidth=2)
-    panels[0].axhline(0, color=MUTED, linewidth=1, linestyle="--")
-    panels[0].set_ylabel("cross-entropy over lambda 0, %", color=MUTED)
-    active = [100 * run["summary"]["held_out_nnz"] / run["neurons"] for run in runs.values()]
-    panels[1].plot(places, active, marker="o", color=_BLUE, linewidth=2, label="ours")
-    paper = {place: PAPER["lambda"].get(name, Figures()) for place, name in enumerate(runs_by_name)}
-    stated = {place: 100 * one.nnz / NEURONS for place, one in paper.items() if one.nnz and not one.below}
-    _dots(panels[1], stated, MUTED, "the paper's 1.5B")
-    panels[1].legend(frameon=False, labelcolor=INK)
-    panels[1].set_yscale("log")
-    panels[1].yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    panels[1].set_ylabel("active neurons per token, %", color=MUTED)
-    for workload, colour, label in (("forward", _AMBER, "forward"), ("step", _GREEN, "training step")):
-        gains = [
-            (p, run["speed"][workload]) for p, run in zip(places, runs.values(), strict=True) if _has(run)
-        ]
-        gains = [(place, one) for place, one in gains if "gain" in one]
-        if gains:
-            at = [place for place, _ in gains]
-            middle = [one["gain"] for _, one in gains]
-            panels[2].plot(at, middle, marker="o", color=colour, linewidth=2, label=label)
-            bounds = [one["low"] for _, one in gains], [one["high"] for _, one in gains]
-            panels[2].fill_between(at, *bounds, color=colour, alpha=0.15, linewidth=0)
-        stated = {place: getattr(one, workload) for place, one in paper.items() if getattr(one, workload)}
-        _dots(panels[2], stated, colour, f"{label}, the paper's 1.5B")
-    panels[2].axhline(1, color=MUTED, linewidth=1, linestyle="--", label="dense")
-    panels[2].set_ylim(bottom=0)
-    panels[2].set_ylabel("times faster than dense", color=MUTED)
-    panels[2].legend(frameon=False, labelcolor=INK, ncols=2, fontsize=8, loc="lower right")
-    panels[2].set_xticks(
-        list(places), [f"{short(l1)}\n({short(run['paper_l1'])})" for l1, run in runs.items()]
-    )
+    paper = [PAPER["lambda"].get(name, Figures()) for name in runs]
+    _losses(panels[0], runs)
+    _active(panels[1], runs, paper)
+    _speeds(panels[2], runs, paper)
+    names = [f"{short(run['l1'])}\n({short(run['paper_l1'])})" for run in runs.values()]
+    panels[2].set_xticks(range(len(names)), names)
     panels[2].set_xlabel("lambda (in brackets: the paper's)", color=MUTED)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
@@ -100,8 +70,43 @@ def _sweep(results: Mapping[str, Any], path: Path) -> bool:
     return True
 
 
-def _has(run: Mapping[str, Any]) -> bool:
-    return bool(run.get("speed"))
+def _losses(axes: Any, runs: Mapping[str, Mapping[str, Any]]) -> None:
+    losses = [run["summary"]["held_out_ce_loss"] for run in runs.values()]
+    base = runs[DENSE]["summary"]["held_out_ce_loss"]
+    axes.plot([100 * (loss / base - 1) for loss in losses], marker="o", color=_BLUE, linewidth=2)
+    axes.axhline(0, color=MUTED, linewidth=1, linestyle="--")
+    axes.set_ylabel("cross-entropy over lambda 0, %", color=MUTED)
+
+
+def _active(axes: Any, runs: Mapping[str, Mapping[str, Any]], paper: Sequence[Figures]) -> None:
+    shares = [100 * run["summary"]["held_out_nnz"] / run["neurons"] for run in runs.values()]
+    axes.plot(shares, marker="o", color=_BLUE, linewidth=2, label="ours")
+    stated = {place: 100 * one.nnz / NEURONS for place, one in enumerate(paper) if one.nnz and not one.below}
+    _dots(axes, stated, MUTED, "the paper's 1.5B")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_ylabel("active neurons per token, %", color=MUTED)
+    axes.legend(frameon=False, labelcolor=INK)
+
+
+def _speeds(axes: Any, runs: Mapping[str, Mapping[str, Any]], paper: Sequence[Figures]) -> None:
+    for workload, colour, label in (("forward", _AMBER, "forward"), ("step", _GREEN, "training step")):
+        measured = {
+            place: run["speed"][workload]
+            for place, run in enumerate(runs.values())
+            if "gain" in run.get("speed", {}).get(workload, {})
+        }
+        if measured:
+            gains, low, high = ([one[name] for one in measured.values()] for name in ("gain", "low", "high"))
+            axes.plot(list(measured), gains, marker="o", color=colour, linewidth=2, label=label)
+            axes.fill_between(list(measured), low, high, color=colour, alpha=0.15, linewidth=0)
+        stated = {place: getattr(one, workload) for place, one in enumerate(paper)}
+        stated = {place: gain for place, gain in stated.items() if gain is not None}
+        _dots(axes, stated, colour, f"{label}, the paper's 1.5B")
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--", label="dense")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("times faster than dense", color=MUTED)
+    axes.legend(frameon=False, labelcolor=INK, ncols=2, fontsize=8, loc="lower right")
 
 
 def _training(results: Mapping[str, Any], path: Path) -> bool:
@@ -119,9 +124,8 @@ def _speedups(results: Mapping[str, Any], path: Path) -> bool:
     gains = {
         f"{run['title']}: {words}": run["speed"][workload]["gain"]
         for run in results["runs"].values()
-        if _has(run)
         for workload, words in (("forward", "forward"), ("step", "training step"))
-        if "gain" in run["speed"].get(workload, {})
+        if "gain" in run.get("speed", {}).get(workload, {})
     }
     if not gains:
         return False

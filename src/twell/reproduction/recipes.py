@@ -89,7 +89,7 @@ class Scale:
 
 SCALES = {
     "tiny": Scale(
-        takes="5 to 15 minutes on two CPU cores",
+        takes="about 15 minutes on two CPU cores",
         preset="tiny",
         # 120 steps see 123 thousand tokens, the paper's 31 billion: at 2e-5 nothing would happen.
         l1_factor=100,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..evaluation import PAPER_TASKS
 from .paper import NEURONS, NOTES, PAPER, Figures
 from .recipes import BASE_MODEL, SCALES, experiments_of, short
 
@@ -83,6 +84,11 @@ def tables(results: Mapping[str, Any]) -> list[Table]:
             f"Difference: of cross-entropy, from {reference}.",
             *([NOTES[name]] if name in NOTES else []),
         ]
+        notes += [
+            f"No accuracy of {run['title']}: {task}: {why}."
+            for run in there.values()
+            for task, why in run.get("tasks_missing", {}).items()
+        ]
         notes += [f"{run['title']} failed: {run['failure']}." for run in there.values() if run.get("failure")]
         found.append(
             Table(
@@ -117,7 +123,8 @@ def _row(title: str, run: Mapping[str, Any], paper: Figures, reference: Mapping[
     loss, base = (one.get("held_out_ce_loss") for one in (summary, reference.get("summary", {})))
     nnz, dead = summary.get("held_out_nnz"), summary.get("dead")
     less = "<" if paper.below else ""
-    tasks = run.get("tasks") or {}
+    # Beside the paper's only where it is the same mean; results.json has every task.
+    tasks = run["tasks"] if set(run.get("tasks", ())) == set(PAPER_TASKS) else {}
     return (
         title,
         "-" if run["l1"] is None else _both(short(run["l1"]), short(run["paper_l1"])),
@@ -159,13 +166,20 @@ def _number(value: float | None, form: str) -> str:
 
 
 def where(results: Mapping[str, Any]) -> str:
-    """One line: machine, versions, commit."""
-    hardware = results["hardware"]
+    """One line: machines, versions, commits and the last day."""
+    sources = [run["source"] for run in results["runs"].values() if "source" in run]
+    if not sources:
+        return "nothing measured"
+    machines = dict.fromkeys(_machine(one["hardware"]) for one in sources)
+    versions = dict.fromkeys(one["versions"]["torch"] for one in sources)
+    commits = dict.fromkeys(one["commit"] for one in sources)
+    day = max(one["date"] for one in sources)[:10]
+    return f"{'; '.join(machines)}, torch {', '.join(versions)}, commit {', '.join(commits)}, {day}"
+
+
+def _machine(hardware: Mapping[str, Any]) -> str:
     threads = hardware["torch_threads"]
-    machine = hardware.get("gpu") or f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
-    return (
-        f"{machine}, torch {results['versions']['torch']}, commit {results['commit']}, {results['date'][:10]}"
-    )
+    return hardware.get("gpu") or f"{hardware['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
 
 
 def markdown(results: Mapping[str, Any]) -> str:

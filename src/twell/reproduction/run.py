@@ -2,7 +2,7 @@
 
 OUT/plan.json               scale, text and settings: what the folder belongs to
 OUT/runs/NAME/              a run's folder, as of `twell train`, without the checkpoints of a finished run
-OUT/runs/NAME/speed.json    how fast it is, `tasks.json`: its accuracy
+OUT/runs/NAME/speed.json    how fast it is, measured where; `tasks.json`: its accuracy
 OUT/results.json            everything, again after each run
 
 A process may be killed anywhere. The next call with the same folder skips what is finished, resumes the run
@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from .._errors import reject
 from .._files import make_folder, read_json_object, remove, write_json
 from ..evaluation import evaluate_tasks, load_model
+from ..measure.processes import NOTE
 from ..measure.records import source
 from ..train.checkpoints import checkpoints
 from ..train.config import RunConfig
@@ -32,7 +34,7 @@ from ..train.distributed import is_first
 from ..train.metrics import read_metrics
 from ..train.run import train
 from ..train.run_folder import CONFIG, METRICS, with_absolute_paths
-from .recipes import SCALES, Plan
+from .recipes import SCALES, Plan, experiments_of
 from .speed import measure_speed
 
 PLAN, RESULTS, RUNS, SPEED, TASKS = "plan.json", "results.json", "runs", "speed.json", "tasks.json"
@@ -71,16 +73,19 @@ def reproduce(
     make_folder(out, "out")
     _check_folder(plan, out)
     chosen = SCALES[plan.scale].tasks if tasks is None else tuple(tasks)
+    # A call with other experiments adds to what earlier ones have found.
+    before = read_json_object(out / RESULTS) or {"experiments": {}, "runs": {}}
     results: dict[str, Any] = {
         "scale": plan.scale,
         "command": command,
-        "experiments": {name: list(one.runs) for name, one in plan.experiments.items()},
+        "experiments": {
+            name: list(one.runs)
+            for name, one in experiments_of(SCALES[plan.scale]).items()
+            if name in plan.experiments or name in before["experiments"]
+        },
         "text": next(iter(plan.configs.values())).data.source,
-        **source("cuda" if torch.cuda.is_available() else "cpu", None),
-        "runs": {},
+        "runs": {name: run for name, run in before["runs"].items() if name not in plan.runs},
     }
-    if commit is not None:
-        results["commit"] = commit
     clock = _Clock(plan.configs)
     for number, name in enumerate(plan.runs, start=1):
         folder = out / RUNS / name
@@ -89,7 +94,7 @@ def reproduce(
         entry = results["runs"][name] = _described(plan, name)
         skipped = _is_done(folder, chosen)
         try:
-            finished = _one(plan, name, folder, chosen, include, entry, console)
+            finished = _one(plan, name, folder, chosen, include, commit, entry, console)
         except (FloatingPointError, torch.OutOfMemoryError) as error:
             finished, entry["failure"] = True, str(error).partition("\n")[0]
             _say(console, f"{name} failed: {entry['failure']}")
@@ -108,6 +113,7 @@ def _one(
     folder: Path,
     tasks: Sequence[str],
     include: Path | None,
+    commit: str | None,
     entry: dict[str, Any],
     console: Console,
 ) -> bool:
@@ -128,17 +134,13 @@ def _one(
         for line in lines
         if "ce_loss" in line
     ]
-    entry["speed"] = _kept(
-        folder / SPEED,
-        lambda: measure_speed(
-            folder,
-            config,
-            SCALES[plan.scale].speed_shape(config),
-            say=lambda text: console.log(text) if console.is_terminal else None,
-        ),
-    )
+    entry |= _kept(folder / SPEED, lambda: _timed(folder, config, plan.scale, commit, console))
     if tasks:
-        found = _kept(folder / TASKS, lambda: _accuracy(folder, tasks, include))
+        path = folder / TASKS
+        known = read_json_object(path)
+        if known is not None and (known.get("asked") != list(tasks) or known.get("missing")):
+            remove(path)  # other tasks, or some that could not be run then
+        found = _kept(path, lambda: _accuracy(folder, tasks, include))
         entry["tasks"], entry["tasks_missing"] = found["tasks"], found["missing"]
     return True
 
@@ -152,12 +154,27 @@ def _kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def _timed(
+    folder: Path, config: RunConfig, scale: str, commit: str | None, console: Console
+) -> dict[str, Any]:
+    """The speed of a run, and where it was measured: a later call may come from another commit."""
+    origin = source("cuda" if torch.cuda.is_available() else "cpu", None)
+    with console.status(f"timing {folder.name}") as status:  # on a terminal only
+
+        def say(text: str) -> None:
+            status.update(Text(f"timing {folder.name}: {text.removeprefix(NOTE)}"))  # brackets are no markup
+
+        found = measure_speed(folder, config, SCALES[scale].speed_shape(config), say)
+    return {"speed": found, "source": origin | ({"commit": commit} if commit is not None else {})}
+
+
 def _accuracy(folder: Path, tasks: Sequence[str], include: Path | None) -> dict[str, Any]:
     """Percent by task, and what could not be run."""
     missing: dict[str, str] = {}
     model, tokenizer = load_model(str(folder))
     found = evaluate_tasks(model, tokenizer, list(tasks), include=include, missing=missing)
-    return {"tasks": {task: 100 * value for task, value in found.items()}, "missing": missing}
+    scores = {task: 100 * value for task, value in found.items()}
+    return {"asked": list(tasks), "tasks": scores, "missing": missing}
 
 
 def _is_done(folder: Path, tasks: Sequence[str]) -> bool:
