@@ -44,7 +44,7 @@ test-families: $(READY)  ## sparsify every language model of transformers, tiny 
 test-serving: $(READY)  ## ask transformers' server, with our models, as clients do (1 minute)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m serving tests/serving
 
-test-targets: $(READY)  ## compile the kernels for sm_89, sm_100 and sm_120, too; no GPU needed (3 minutes)
+test-targets: $(READY)  ## compile all kernels for sm_80, 89, 90, 100 and 120; no GPU needed (5 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m targets tests/kernels/gpu/test_compile.py
 
 # An environment of its own: vLLM pins torch and much else. It asks for torchvision, torchaudio and torchcodec
