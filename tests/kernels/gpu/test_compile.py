@@ -13,13 +13,11 @@ from .compile_targets import gpu_of_target
 
 ROOT = Path(__file__).parents[3]
 FEW_BYTES = 128  # of stack: compilers differ by a few registers; a tile that does not fit takes far more
-# The first is part of `make test`; minutes of compiling the others are a target of their own.
 KERNELS = {"90": 20, "hopper": 57} | dict.fromkeys(("80", "89", "100", "120"), 50)
-TARGETS = ["90", *(pytest.param(target, marks=pytest.mark.targets) for target in KERNELS if target != "90")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.targets
+@pytest.mark.parametrize("target", KERNELS)
 def test_compiles(target, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
