@@ -165,6 +165,8 @@ def _request(
     attended = torch.ones_like(tokens) if attended is None else attended
     if attended.dim() != 2 or attended.shape != tokens.shape:
         return "an attention mask of another shape than the prompt"
+    if not bool((attended != 0).any(1).all()):
+        return "a prompt of padding alone"
     positions = named.get("position_ids")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
         return "positions of another shape than the prompt"
@@ -338,7 +340,8 @@ def _new_step(model: Any, request: Request, cache: Any, columns: int, kept: _Kep
         try:
             return Step(model, request.sampling, cache, batch, columns, stops)
         except torch.OutOfMemoryError:
-            kept.clear()  # steps for other batches hold caches as well
+            kept.clear()  # steps for other batches hold caches as well, and graphs of prompts
+            kept.prompts.clear()
             torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(request.tokens.device)
     of_one = sum(t[0, :, 0].nbytes for layer in cache.layers for t in (layer.keys, layer.values)) * columns
