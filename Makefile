@@ -28,7 +28,7 @@ setup: $(READY)  ## create the virtual environment
 demo: $(READY)  ## train a small sparse model, check it, time it, let it write (CPU, 5 minutes)
 	$(BIN)/twell demo
 
-reproduce: $(READY)  ## run the paper's experiments with tiny models; again: go on (CPU, 15 minutes)
+reproduce: $(READY)  ## run the paper's experiments with tiny models; again: go on (CPU, 12 minutes)
 	$(BIN)/twell reproduce --scale tiny
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m reproduction tests/reproduction/test_tiny.py
 

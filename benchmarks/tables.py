@@ -26,6 +26,7 @@ import tables_families
 import tables_generation
 import tables_gpu
 import tables_headline
+import tables_profile
 import tables_reproduction
 import tables_runs
 import tables_sparsified
@@ -157,6 +158,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **tables_gpu.TABLES,
     **tables_training.TABLES,
     **tables_runs.TABLES,
+    **tables_profile.TABLES,
     **tables_reproduction.TABLES,
 }
 

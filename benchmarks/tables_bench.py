@@ -10,7 +10,13 @@ from twell.measure import Record, read_records
 RESULTS = Path(__file__).resolve().parent / "results"
 INFERENCE, TRAINING = RESULTS / "bench_inference.jsonl", RESULTS / "bench_training.jsonl"
 NOT_MEASURED = "Not measured yet."
-_MODELS = {"paper-0.5b": "0.5B", "paper-1b": "1B", "paper-1.5b": "1.5B", "paper-2b": "2B"}
+_MODELS = {
+    "paper-0.5b": "0.5B",
+    "paper-1b": "1B",
+    "paper-1.5b": "1.5B",
+    "paper-2b": "2B",
+    "lambda-2e-5": "4 trained layers",
+}
 
 
 def latest(path: Path, device: str, *workloads: str) -> list[Record]:
@@ -60,14 +66,15 @@ def _table(records: list[Record], titles: tuple[str, str], names: tuple[str, str
     if not records:
         return NOT_MEASURED
     lines = [
-        f"| model | {titles[0]} | {titles[1]} | | tokens/ms | over dense eager | mJ/token | memory "
+        f"| model | active | {titles[0]} | {titles[1]} | | tokens/ms | over dense eager | mJ/token | memory "
         "| difference | same tokens |",
-        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for record in records:
         shape, details = record.shape, record.details
         cells = [
             _model(shape),
+            _number(record.sparsity.get("nnz"), ".0f"),
             *(_cell(shape[name]) for name in names),
             _name(record),
             f"{details['tokens'] / record.value / 1e3:,.4g}",

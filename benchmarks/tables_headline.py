@@ -12,7 +12,7 @@ from twell.measure import read_records
 
 def headline() -> str:
     """Rows whose records are missing are left out."""
-    rows = [*_forward(), *_generation(), *_training(), *_cpu()]
+    rows = [*_forward(), *_steps(), *_generation(), *_training(), *_cpu()]
     return "\n".join(["| | over | |", "|---|---|---:|", *(f"| {a} | {b} | **{c}** |" for a, b, c in rows)])
 
 
@@ -29,7 +29,29 @@ def _forward() -> list[tuple[str, str, str]]:
         ):
             if f"over/{other}" in record.details:
                 rows.append((what, name, f"{record.details[f'over/{other}']:.2f}x"))
+        compiled = [r for r in records if r.shape == record.shape | {"meaning": r.shape["meaning"]}]
+        for dense in compiled:
+            if dense.what.endswith("/dense-compiled") and "millijoules_per_token" in dense.details:
+                share = dense.details["millijoules_per_token"] / record.details["millijoules_per_token"]
+                rows.append(("its energy per token", "dense `torch.compile`", f"{share:.2f}x less"))
     return rows
+
+
+def _steps() -> list[tuple[str, str, str]]:
+    """Training steps of the 2B model, with what they save in memory."""
+    records = tables_bench.latest(tables_bench.TRAINING, "cuda", "step")
+    by_name = {r.what.split("/")[2]: r for r in records if r.shape["model"] == "paper-2b"}
+    ours = by_name.get("ours-compiled")
+    if ours is None:
+        return []
+    rows = []
+    what = f"training step, {ours.shape['batch']} x {ours.shape['sequence']:,} tokens, compiled"
+    for other, name in (("dense-eager", "dense PyTorch"), ("dense-compiled", "dense `torch.compile`")):
+        if other in by_name:
+            rows.append((what, name, f"{ours.details[f'over/{other}']:.2f}x"))
+            share = by_name[other].details["peak_bytes"] / ours.details["peak_bytes"]
+            saved = ("its peak memory", name, f"{share:.2f}x less")
+    return [*rows, saved] if rows else []
 
 
 def _generation() -> list[tuple[str, str, str]]:
@@ -64,7 +86,7 @@ def _training() -> list[tuple[str, str, str]]:
         if ours in found and dense in found:
             pair = (tables_runs.late(found[one], "tokens_per_second") for one in (ours, dense))
             gain = next(pair) / next(pair)
-            what = "training, tokens per second (8 layers)" + (", compiled" if "compiled" in ours else "")
+            what = "training on real text (8 layers)" + (", compiled" if "compiled" in ours else "")
             rows.append((what, name, f"{gain:.2f}x"))
     return rows
 

@@ -13,10 +13,13 @@ pytest.importorskip("datasets")
 from typer.testing import CliRunner
 
 from twell.cli.app import app
-from twell.evaluation import evaluate_text, evaluate_windows, load_model
+from twell.evaluation import automatic_dtype, evaluate_text, evaluate_windows, load_model
 from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM, to_stock
 from twell.train.data import DataConfig, prepare
+from twell.train.presets import preset
 from twell.train.run import train
+from twell.train.run_folder import CONFIG
+from twell.train.settings import run_config, to_yaml
 
 from .train.runs import small_run, write_corpus
 
@@ -118,6 +121,31 @@ class TestText:
         size = model.config.vocab_size
         with pytest.raises(ValueError, match=rf"tokenizer: got token {size + 3}; accepted: ids below {size}"):
             evaluate_windows(model, [[1, 2, size + 3]])
+
+
+class TestAutomaticDtype:
+    """On a GPU a run computes in what it was trained in: its stored float32 weights would run dense."""
+
+    @pytest.fixture
+    def model(self, tmp_path):
+        (tmp_path / CONFIG).write_text(to_yaml(run_config(preset("small"))))
+        return str(tmp_path / "model")
+
+    def test_a_run_under_autocast(self, model):
+        assert automatic_dtype(model, "cuda") is torch.bfloat16
+        assert automatic_dtype(model, "cuda:1") is torch.bfloat16
+
+    def test_a_cpu_computes_in_float32(self, model):
+        assert automatic_dtype(model, "cpu") is torch.float32
+
+    @pytest.mark.parametrize(
+        "text", [None, "", "train: 3", "train: {precision: [1]}", "train: {precision: int8}", "{", "- a"]
+    )
+    def test_other_models_are_left_to_transformers(self, tmp_path, text):
+        if text is not None:
+            (tmp_path / CONFIG).write_text(text)
+        assert automatic_dtype(str(tmp_path / "model"), "cuda") == "auto"
+        assert automatic_dtype("SakanaAI/SparseLM0.5B", "cuda") == "auto"
 
 
 def test_eval_command(saved, tmp_path):

@@ -21,6 +21,8 @@ from .sparsify.blocks import named_blocks
 from .sparsify.recognition import find_blocks
 from .train.checkpoints import find_model
 from .train.data.tokenizer import Encoder
+from .train.run_folder import CONFIG
+from .train.settings import read_settings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "spiece*", "*.model", "*.tiktoken", "tekken.json")
@@ -32,7 +34,8 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
 
     The blocks of a stock model with exact zeros are sparsified.
 
-    dtype:   "auto" is the checkpoint's dtype on a GPU and float32 on a CPU.
+    dtype:   "auto" is float32 on a CPU; on a GPU what a run of `twell train` computed in (`train.precision`),
+             and the checkpoint's dtype for all other models.
     device:  None picks a GPU if there is one.
     """
     from transformers import AutoModelForCausalLM
@@ -45,11 +48,27 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
     _require_causal(path, source)
     tokenizer = _tokenizer(path, source)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    wanted = DTYPES.get(dtype, torch.float32 if place == "cpu" else "auto")
+    wanted = DTYPES[dtype] if dtype != "auto" else automatic_dtype(source, place)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
     if not named_blocks(model) and find_blocks(model, None).blocks:
         sparsify_(model)
     return model, tokenizer
+
+
+def automatic_dtype(source: str, device: str) -> torch.dtype | str:
+    """What "auto" means for the model in the folder `source`; "auto" leaves it to transformers.
+
+    A run trained under autocast stores float32 weights, but nobody has seen it compute in float32, and on a
+    GPU the sparse kernels pay in 16 bits.
+    """
+    if torch.device(device).type == "cpu":
+        return torch.float32
+    settings = Path(source).parent / CONFIG
+    try:
+        precision = read_settings(settings)["train"]["precision"]
+    except (ValueError, OSError, KeyError, TypeError):  # no run's folder, or somebody else's file
+        return "auto"
+    return DTYPES.get(precision, "auto") if isinstance(precision, str) else "auto"
 
 
 def _require_causal(path: str, source: str) -> None:

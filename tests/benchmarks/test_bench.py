@@ -41,6 +41,7 @@ def measured(workload: str, contender: str, seconds: float, **shape: object) -> 
         seconds=(seconds, seconds),
         joules=(seconds * 600,),
         power=GPU,
+        sparsity={"nnz": 24.1},
         details={"peak_bytes": 12 * 2**30, "same_tokens_as_dense": 0.991},
         error=4e-3,
     )
@@ -64,7 +65,7 @@ def test_inference(tables):
     )
     write_records(tables.INFERENCE, [*old, *new])
     rows = tables.forward().splitlines()[2:]
-    assert rows[0] == "| 2B | 32 | 2048 | dense eager | 109.2 |  | 5.49 | 12.0 GiB | 4e-03 | 99.1% |"
+    assert rows[0] == "| 2B | 24 | 32 | 2048 | dense eager | 109.2 |  | 5.49 | 12.0 GiB | 4e-03 | 99.1% |"
     assert len(rows) == 3  # the one that was measured again counts
     assert "| ours compiled | 163.8 | **1.50x** (1.50-1.50) | 3.66 |" in rows[2]
     assert "| 2B, forward | best dense | **1.25x** | 1.25 to 1.25 | 0.80x |" in tables.gains()
@@ -81,5 +82,5 @@ def test_training(tables):
         for contender, seconds in (("dense-eager", 0.4), ("ours-compiled", 0.2))
     ]
     write_records(tables.TRAINING, records("bench_training", *found))
-    assert [row.split(" | ")[2] for row in tables.training().splitlines()[2:]] == ["off", "off", "on", "on"]
+    assert [row.split(" | ")[3] for row in tables.training().splitlines()[2:]] == ["off", "off", "on", "on"]
     assert "| 2B, checkpointed training step | dense eager | **2.00x** |" in tables.gains()

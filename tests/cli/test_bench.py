@@ -128,7 +128,7 @@ def test_a_model_reads_text(saved, tmp_path):
     arguments = ("--text", str(corpus), "--shape", "2x16", "--workload", "forward")
     assert run("inference", str(root / "ours"), *arguments, *QUICK, "--out", str(out)).exit_code == 0
     dense, ours = read_records(out)
-    assert ours.shape["text"] == "text"
+    assert (ours.shape["model"], ours.shape["text"]) == ("ours", "text")
     assert ours.error < 1e-3
     assert dense.shape["layers"] == 2
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from twell.measure.baselines import (
     compile_layers,
     dense_ways,
     many_compilations,
+    quiet_autotuning,
 )
 from twell.measure.models import ModelSize, active_by_layer, build_pair, shared_twin
 
@@ -66,3 +69,13 @@ def test_all_neurons_can_be_made_to_fire(pair):
 def test_ways_of_a_model_that_was_not_built_here(pair):
     ways = dense_ways(pair.dense, pair.sparse, all_active=False)
     assert list(ways) == ["max-autotune", "merged gate-up"]
+
+
+def test_autotuning_is_silent_and_speaks_again():
+    import torch._inductor.select_algorithm as selection
+
+    before = selection.PRINT_AUTOTUNE, selection.log.level
+    with quiet_autotuning():
+        assert not selection.PRINT_AUTOTUNE
+        assert not selection.log.isEnabledFor(logging.ERROR)
+    assert (selection.PRINT_AUTOTUNE, selection.log.level) == before

@@ -126,7 +126,7 @@ def train(
 @app.command()
 def reproduce(
     scale: Annotated[
-        str, Option(help="tiny (CPU, 15 minutes), small (a GPU, 10 minutes) or paper (a cluster, days).")
+        str, Option(help="tiny (CPU, 12 minutes), small (a GPU, 13 minutes) or paper (a cluster, days).")
     ],
     overrides: Annotated[
         list[str] | None, Argument(help="Settings of every run, as key=value.", show_default=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
     setting = _setting(options, emit, say)
     say("building the models")
     pair, tokens = _built(options) if options.preset is not None else _loaded(options)
-    name = options.preset or str(options.model)
+    name = options.preset or _short_name(str(options.model))
     if "forward" in options.workloads:
         chosen = [one for one in FORWARD if one in options.contenders]
         for batch, sequence in options.shapes if chosen else ():
@@ -106,6 +107,11 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
         for batch in options.prompts if chosen else ():
             ids, origin = tokens(batch, options.prompt_length)
             bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
+
+
+def _short_name(model: str) -> str:
+    """A folder's own name: where it lies is nobody's business in a table."""
+    return Path(model).absolute().name if Path(model).exists() else model
 
 
 def _built(options: InferenceOptions):

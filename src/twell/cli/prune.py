@@ -45,7 +45,7 @@ def run_prune(
     from ..pruning.firing import counts_of, recorded_firing
 
     console = Console()
-    loaded, tokenizer = load_model(model, dtype=dtype)
+    loaded, tokenizer = load_model(model, dtype=_computed_in(dtype, model))
     require_sparse_blocks(loaded)
 
     def windows() -> Iterator[list[int]]:
@@ -87,6 +87,18 @@ def _tokens_per_second(model: Any, window: list[int]) -> float:
         forward = {"forward": lambda: model(input_ids=ids, use_cache=False)}
         timing = compare(forward, device=model.device, repetitions=_REPETITIONS)["forward"]
     return len(window) / timing.median
+
+
+def _computed_in(dtype: str, model: str) -> str:
+    """On a GPU the dtype of the checkpoint, so that saving the model again loses nothing."""
+    import torch
+
+    from ..evaluation import DTYPES
+
+    if dtype != "auto" or not torch.cuda.is_available():
+        return dtype
+    stored = str(_stored_dtype(model)).removeprefix("torch.")
+    return stored if stored in DTYPES else "auto"
 
 
 def _stored_dtype(model: str) -> Any:

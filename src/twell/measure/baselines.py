@@ -6,6 +6,7 @@ not minutes, and loses the fusion of one addition per layer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,6 +37,29 @@ def many_compilations() -> Iterator[None]:
     )
     with config.patch({limit: _RECOMPILATIONS, total: 4 * _RECOMPILATIONS}):
         yield
+
+
+@contextmanager
+def quiet_autotuning(wanted: bool = True) -> Iterator[None]:
+    """Without the tables of `max-autotune` and the traces of kernels that it could not build: hundreds of
+    lines about what it did not choose. wanted: False does nothing."""
+    if not wanted:
+        yield
+        return
+    import torch._inductor.config as config
+    import torch._inductor.select_algorithm as selection
+
+    logger = logging.getLogger(selection.__name__)
+    level, printed = logger.level, selection.PRINT_AUTOTUNE
+    logger.setLevel(logging.CRITICAL + 1)
+    selection.PRINT_AUTOTUNE = False
+    reports = "max_autotune_report_choices_stats"
+    try:
+        with config.patch({reports: False} if hasattr(config, reports) else {}):
+            yield
+    finally:
+        selection.PRINT_AUTOTUNE = printed
+        logger.setLevel(level)
 
 
 def compile_layers(model: nn.Module, *, fullgraph: bool = True, **options: Any) -> nn.Module:

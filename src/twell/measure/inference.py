@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import reference
 from .._errors import reject
-from .baselines import compile_layers, dense_ways, many_compilations
+from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
 from .processes import NOTE
@@ -115,7 +115,7 @@ def bench_forward(
     }
     running: list[Contender] = []
     models: dict[str, nn.Module] = {}
-    with many_compilations():
+    with many_compilations(), quiet_autotuning("best-dense" in contenders):
         for one in contenders:
             if one == "best-dense":
                 found = _best_dense(pair, run, setting, calibrated)

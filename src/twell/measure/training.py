@@ -14,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import reject
-from .baselines import AUTOTUNE, compile_layers, has_liger, many_compilations, with_liger
+from .baselines import (
+    AUTOTUNE,
+    compile_layers,
+    has_liger,
+    many_compilations,
+    quiet_autotuning,
+    with_liger,
+)
 from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
 from .inference import described, sparsity_of
 from .memory import peak_bytes
@@ -189,7 +196,7 @@ def bench_training(
         sparsity=sparsity,
     )
     running: list[Contender] = []
-    with many_compilations():
+    with many_compilations(), quiet_autotuning("dense-autotuned" in contenders):
         for one in contenders:
             contender = Contender(
                 name=one,

@@ -89,7 +89,7 @@ class Scale:
 
 SCALES = {
     "tiny": Scale(
-        takes="about 15 minutes on two CPU cores",
+        takes="about 12 minutes on two CPU cores",
         preset="tiny",
         # 120 steps see 123 thousand tokens, the paper's 31 billion: at 2e-5 nothing would happen.
         l1_factor=100,
@@ -112,7 +112,7 @@ SCALES = {
         lambdas=(0.0, 6e-6, 1e-5, 2e-5, 3e-5, 1e-4),
     ),
     "small": Scale(
-        takes="about 10 minutes on one H200",
+        takes="about 13 minutes on one H200",
         preset="small",
         l1_factor=30,
         non_gated=8448,
