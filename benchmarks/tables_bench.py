@@ -79,7 +79,7 @@ def _table(records: list[Record], titles: tuple[str, str], names: tuple[str, str
             _name(record),
             f"{details['tokens'] / record.value / 1e3:,.4g}",
             _gain(record),
-            _number(details.get("millijoules_per_token"), ".3g"),
+            _energy(details.get("millijoules_per_token")),
             _memory(details.get("peak_bytes")),
             _number(details.get("largest_difference", record.error), ".0e"),
             _number(details.get("same_tokens_as_dense"), ".1%"),
@@ -181,6 +181,10 @@ def _cell(value: object) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else f"{value:{form}}"
+
+
+def _energy(value: float | None) -> str:
+    return _number(value, ",.0f" if value is not None and value >= 1000 else ".3g")
 
 
 def _memory(value: float | None) -> str:

@@ -85,7 +85,7 @@ def _row(one: Merged) -> list[str]:
         f"{one.tokens_per_ms:,.4g}",
         f"{one.first.tokens / one.tokens_per_ms:.4g} ms",
         "" if one.gain is None else str(one.gain),
-        "" if energy is None else f"{energy:.3g}",
+        "" if energy is None else f"{energy:,.0f}" if energy >= 1000 else f"{energy:.3g}",
         "" if memory is None else format_bytes(int(memory)),
         "" if one.difference is None else f"{one.difference:.1e}",
         "" if agreement is None else f"{agreement:.1%}",

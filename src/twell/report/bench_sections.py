@@ -43,7 +43,7 @@ def _timed(group: list[Record], name: str) -> Iterator[Block]:
         "tokens/ms": lambda r: optional(_rate(r), ",.4g"),
         "time": lambda r: seconds(r.value),
         f"over {baseline.replace('-', ' ')}": _gain,
-        "mJ/token": lambda r: optional(r.details.get("millijoules_per_token"), ".3g"),
+        "mJ/token": _energy,
         "peak memory": lambda r: gigabytes(r.details["peak_bytes"]) if "peak_bytes" in r.details else "",
         "difference": lambda r: optional(r.details.get("largest_difference", r.error), ".1e"),
         "same tokens": lambda r: optional(r.details.get("same_tokens_as_dense"), ".1%"),
@@ -62,8 +62,13 @@ def _figures(group: list[Record], name: str) -> list[Figure]:
     if bars:
         figures.append(Figure(f"{name}-speed", Bars("Speed", "tokens per millisecond; more is better", bars)))
     for key, title, unit, form in (
-        ("peak_bytes", "Peak memory", "beyond what was there before the call; less is better", gigabytes),
-        ("millijoules_per_token", "Energy", "millijoules per token; less is better", lambda v: f"{v:.3g} mJ"),
+        ("peak_bytes", "Peak memory", "weights, optimiser and what a call takes; less is better", gigabytes),
+        (
+            "millijoules_per_token",
+            "Energy",
+            "millijoules per token; less is better",
+            lambda v: f"{short(v)} mJ",
+        ),
     ):
         bars = [
             Bar(contender(r), r.details[key], form(r.details[key]), _ours(r))
@@ -83,6 +88,15 @@ def _rate(record: Record) -> float | None:
     """Tokens per millisecond."""
     tokens = record.details.get("tokens")
     return None if tokens is None else tokens / record.value / 1e3
+
+
+def _millijoules(value: float) -> str:
+    return f"{short(value)} mJ"
+
+
+def _energy(record: Record) -> str:
+    value = record.details.get("millijoules_per_token")
+    return "" if value is None else short(value)
 
 
 def _gain(record: Record) -> str:

@@ -169,7 +169,7 @@ def _beside(record: Record, records: Sequence[Record], name: str) -> Iterable[Fa
             shown = (
                 f"{gigabytes(theirs)} to {gigabytes(ours)}"
                 if key == "peak_bytes"
-                else f"{theirs:.3g} to {ours:.3g} mJ"
+                else f"{short(theirs)} to {short(ours)} mJ"
             )
             yield Fact(change(ours / theirs), label, f"{shown}, against {name.replace('-', ' ')}", good)
 
