@@ -1,4 +1,5 @@
-"""The one table of the README: what is gained where, over which dense run; from other tables' records."""
+"""The one table of the README: what is gained where, over plain and over compiled dense; from other tables'
+records."""
 
 from __future__ import annotations
 
@@ -7,54 +8,76 @@ from collections.abc import Callable
 import tables_bench
 import tables_generation
 import tables_runs
-from twell.measure import read_records
+from twell.measure import Record, read_records
+
+Row = tuple[str, str, str]
+_MODEL = "paper-2b"
 
 
 def headline() -> str:
     """Rows whose records are missing are left out."""
-    rows = [*_forward(), *_steps(), *_generation(), *_training(), *_cpu()]
-    return "\n".join(["| | over | |", "|---|---|---:|", *(f"| {a} | {b} | **{c}** |" for a, b, c in rows)])
+    rows = [*_forward(), *_steps(), *_generation(), *_real_text(), *_cpu()]
+    lines = ["| | over dense PyTorch | over compiled dense |", "|---|---:|---:|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
-def _forward() -> list[tuple[str, str, str]]:
-    records = tables_bench.latest(tables_bench.INFERENCE, "cuda", "forward")
-    found = [r for r in records if r.what.endswith("/ours-compiled") and r.shape["model"] == "paper-2b"]
-    rows = []
-    for record in found:
-        what = f"forward pass, {record.shape['batch']} x {record.shape['sequence']:,} tokens, compiled"
-        for other, name in (
-            ("dense-eager", "dense PyTorch"),
-            ("dense-compiled", "dense `torch.compile`"),
-            ("best-dense", "the fastest dense way we know"),
-        ):
-            if f"over/{other}" in record.details:
-                rows.append((what, name, f"{record.details[f'over/{other}']:.2f}x"))
-        compiled = [r for r in records if r.shape == record.shape | {"meaning": r.shape["meaning"]}]
-        for dense in compiled:
-            if dense.what.endswith("/dense-compiled") and "millijoules_per_token" in dense.details:
-                share = dense.details["millijoules_per_token"] / record.details["millijoules_per_token"]
-                rows.append(("its energy per token", "dense `torch.compile`", f"{share:.2f}x less"))
-    return rows
-
-
-def _steps() -> list[tuple[str, str, str]]:
-    """Training steps of the 2B model, with what they save in memory."""
-    records = tables_bench.latest(tables_bench.TRAINING, "cuda", "step")
-    by_name = {r.what.split("/")[2]: r for r in records if r.shape["model"] == "paper-2b"}
-    ours = by_name.get("ours-compiled")
-    if ours is None:
+def _forward() -> list[Row]:
+    found = _by_contender(tables_bench.latest(tables_bench.INFERENCE, "cuda", "forward"))
+    if "ours-compiled" not in found:
         return []
-    rows = []
-    what = f"training step, {ours.shape['batch']} x {ours.shape['sequence']:,} tokens, compiled"
-    for other, name in (("dense-eager", "dense PyTorch"), ("dense-compiled", "dense `torch.compile`")):
-        if other in by_name:
-            rows.append((what, name, f"{ours.details[f'over/{other}']:.2f}x"))
-            share = by_name[other].details["peak_bytes"] / ours.details["peak_bytes"]
-            saved = ("its peak memory", name, f"{share:.2f}x less")
-    return [*rows, saved] if rows else []
+    shape = found["ours-compiled"].shape
+    return [
+        _gains(f"forward pass, {shape['batch']} x {shape['sequence']:,} tokens", found),
+        *_eager(found),
+        _shares("energy per token", found, "millijoules_per_token"),
+    ]
 
 
-def _generation() -> list[tuple[str, str, str]]:
+def _steps() -> list[Row]:
+    found = _by_contender(tables_bench.latest(tables_bench.TRAINING, "cuda", "step"))
+    if "ours-compiled" not in found:
+        return []
+    shape = found["ours-compiled"].shape
+    return [
+        _gains(f"training step, {shape['batch']} x {shape['sequence']:,} tokens", found),
+        _shares("energy per token", found, "millijoules_per_token"),
+        _shares("peak memory", found, "peak_bytes"),
+    ]
+
+
+def _by_contender(records: list[Record]) -> dict[str, Record]:
+    return {r.what.split("/")[2]: r for r in records if r.shape["model"] == _MODEL}
+
+
+def _gains(what: str, found: dict[str, Record]) -> Row:
+    details = found["ours-compiled"].details
+    eager, compiled = (details.get(f"over/{other}") for other in ("dense-eager", "dense-compiled"))
+    return what, _faster(eager), _faster(compiled)
+
+
+def _eager(found: dict[str, Record]) -> list[Row]:
+    """Ours without a compiler."""
+    if "ours-eager" not in found:
+        return []
+    return [("the same, neither compiled", _faster(found["ours-eager"].details.get("over/dense-eager")), "")]
+
+
+def _shares(what: str, found: dict[str, Record], name: str) -> Row:
+    ours = found["ours-compiled"].details.get(name)
+    theirs = (
+        found[other].details.get(name) if other in found else None
+        for other in ("dense-eager", "dense-compiled")
+    )
+    return (f"its {what}", *(f"{ours / one - 1:+.0%}" if ours and one else "" for one in theirs))
+
+
+def _faster(gain: float | None) -> str:
+    if gain is None:
+        return ""
+    return f"**{gain:.0f}x**" if gain > 10 else f"**{gain:.2f}x**"
+
+
+def _generation() -> list[Row]:
     def gain(part: str, baseline: str, batch: int) -> float | None:
         found = [
             r
@@ -63,45 +86,54 @@ def _generation() -> list[tuple[str, str, str]]:
         ]
         return found[-1].ratio if found else None
 
-    shown = (
-        ("`generate`, one sequence", "dense, same CUDA graphs", gain("captured", "dense", 1)),
-        ("`generate`, one sequence", "transformers' `generate`", gain("stock", "default", 1)),
-        ("`generate`, 32 sequences", "dense, same CUDA graphs", gain("captured", "dense", 32)),
-        ("`generate`, one sequence, energy per token", "dense, same CUDA graphs", gain("energy", "dense", 1)),
-    )
-    return [
-        (what, over, f"{v:.0f}x" if v > 10 else f"{v:.2f}x" + " less" * ("energy" in what))
-        for what, over, v in shown
-        if v
+    energy = gain("energy", "dense", 1)
+    rows = [
+        (
+            "`generate`, one sequence",
+            _faster(gain("stock", "default", 1)),
+            _faster(gain("captured", "dense", 1)),
+        ),
+        ("its energy per token", "", f"{1 / energy - 1:+.0%}" if energy else ""),
+        ("`generate`, 32 sequences", "", _faster(gain("captured", "dense", 32))),
     ]
+    return [row for row in rows if any(row[1:])]
 
 
-def _training() -> list[tuple[str, str, str]]:
+def _real_text() -> list[Row]:
     found = tables_runs.runs("wide")
-    rows = []
-    for ours, dense, name in (
-        ("auto", "dense", "dense PyTorch"),
-        ("auto-compiled", "dense-compiled", "dense `torch.compile`"),
-    ):
-        if ours in found and dense in found:
-            pair = (tables_runs.late(found[one], "tokens_per_second") for one in (ours, dense))
-            gain = next(pair) / next(pair)
-            what = "training on real text (8 layers)" + (", compiled" if "compiled" in ours else "")
-            rows.append((what, name, f"{gain:.2f}x"))
-    return rows
+
+    def gain(ours: str, dense: str) -> float | None:
+        if ours not in found or dense not in found:
+            return None
+        pair = (tables_runs.late(found[one], "tokens_per_second") for one in (ours, dense))
+        return next(pair) / next(pair)
+
+    what = "training run, 8 layers, English text"
+    row = what, _faster(gain("auto-compiled", "dense")), _faster(gain("auto-compiled", "dense-compiled"))
+    return [row] if any(row[1:]) else []
 
 
-def _cpu() -> list[tuple[str, str, str]]:
+def _cpu() -> list[Row]:
     wanted = {"M": 1, "gated": True, "dtype": "float32"}
-    found = [
-        r
-        for r in read_records(tables_bench.RESULTS / "ffn_cpu.jsonl")
-        if r.what == "ffn_cpu/auto" and wanted.items() <= r.shape.items()
-    ]
-    if not found:
+
+    def over_eager(part: str) -> float | None:
+        found = [
+            r
+            for r in read_records(tables_bench.RESULTS / "ffn_cpu.jsonl")
+            if r.what == f"ffn_cpu/{part}" and wanted.items() <= r.shape.items()
+        ]
+        return min(found, key=lambda r: abs(r.sparsity["density"] - 0.01)).ratio if found else None
+
+    ours, compiled = over_eager("auto"), over_eager("compiled")
+    if ours is None:
         return []
-    sparse = min(found, key=lambda r: abs(r.sparsity["density"] - 0.01))
-    return [("one token on a CPU, the block alone", "dense PyTorch", f"{sparse.ratio:.2f}x")]
+    return [
+        (
+            "one token on a CPU, the block alone",
+            _faster(ours),
+            _faster(ours / compiled if compiled else None),
+        )
+    ]
 
 
 TABLES: dict[str, Callable[[], str]] = {"headline": headline}
