@@ -28,8 +28,8 @@ def _forward() -> list[Row]:
     shape = found["ours-compiled"].shape
     return [
         _gains(f"forward pass, {shape['batch']} x {shape['sequence']:,} tokens", found),
-        *_eager(found),
         _shares("energy per token", found, "millijoules_per_token"),
+        *_eager(found),
     ]
 
 
@@ -59,7 +59,9 @@ def _eager(found: dict[str, Record]) -> list[Row]:
     """Ours without a compiler."""
     if "ours-eager" not in found:
         return []
-    return [("the same, neither compiled", _faster(found["ours-eager"].details.get("over/dense-eager")), "")]
+    return [
+        ("the same pass, neither compiled", _faster(found["ours-eager"].details.get("over/dense-eager")), "")
+    ]
 
 
 def _shares(what: str, found: dict[str, Record], name: str) -> Row:

@@ -51,6 +51,17 @@ def test_runs_of_one_name_are_told_apart(made, tmp_path):
     assert names == [str(made / "some"), str(tmp_path / "some")]
 
 
+def test_where_a_run_was_trained(made, tmp_path):
+    shutil.copytree(made / "some", tmp_path / "some")
+    (run,) = read_inputs([tmp_path / "some"]).runs
+    assert run.place["hardware"]["device"] == "cpu"
+    assert "Not noted" not in make_report([tmp_path / "some"]).html()
+    (tmp_path / "some" / "environment.json").write_text('{"hardware": 3}')
+    assert read_inputs([tmp_path / "some"]).runs[0].place == {}
+    report = make_report([tmp_path / "some", made / "none"])
+    assert "Not noted which machine trained: some." in report.html()
+
+
 def test_a_run_that_is_not_finished_is_shown_and_not_compared(made, tmp_path):
     shutil.copytree(made / "some", tmp_path / "half")
     (tmp_path / "half" / "summary.json").unlink()

@@ -76,7 +76,7 @@ def disturbed(monkeypatch, step, action):
 
 def test_what_a_run_leaves(whole, corpus):
     names = {path.name for path in whole.iterdir()}
-    assert {"config.yaml", "metrics.jsonl", "summary.json", "model"} <= names
+    assert {"config.yaml", "metrics.jsonl", "environment.json", "summary.json", "model"} <= names
     assert {"checkpoint-4", "checkpoint-8", "checkpoint-12"} <= names
     steps = logged(whole, *VALUES, "tokens_per_second", "l1_weight")
     assert [line[0] for line in steps] == list(range(1, 13))

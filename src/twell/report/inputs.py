@@ -181,7 +181,7 @@ def _records(path: Path) -> Sequence[Run | Record]:
 
 def _run(folder: Path) -> Run:
     from ..train.log_lines import read_metrics
-    from ..train.run_folder import CONFIG, METRICS, SUMMARY
+    from ..train.run_folder import CONFIG, ENVIRONMENT, METRICS, SUMMARY
     from ..train.settings import read_settings, run_config
 
     config = run_config(read_settings(folder / CONFIG))
@@ -197,7 +197,15 @@ def _run(folder: Path) -> Run:
         evaluations=[line for line in lines if "eval_loss" in line and "tokens" in line],
         summary=read_json_object(folder / SUMMARY) or {},
         command=shlex.join(["twell", "train", "--config", str(folder / CONFIG), "--out", "NEW_FOLDER"]),
+        place=_place(read_json_object(folder / ENVIRONMENT)),
     )
+
+
+def _place(noted: dict[str, Any] | None) -> dict[str, Any]:
+    """Empty for a run that has not finished, and for a damaged file."""
+    kinds = {"hardware": dict, "versions": dict, "commit": str, "date": str}
+    whole = noted is not None and all(isinstance(noted.get(name), kind) for name, kind in kinds.items())
+    return noted if whole else {}
 
 
 def _recorded_run(record: RunRecord, path: Path) -> Run:

@@ -11,6 +11,7 @@ from ..profiling.schema import Profile
 from .document import Commands, Paragraph, Section, Table
 from .inputs import Inputs
 from .record_names import is_bench
+from .wording import listed
 
 # Scripts of a checkout that write records, by the first word of their names.
 _SCRIPTS = {
@@ -31,7 +32,8 @@ def origin_sections(inputs: Inputs) -> Iterator[Section]:
     if places.rows:
         notes = []
         if any(not run.place for run in inputs.runs):
-            notes.append(Paragraph("The folders of training runs do not say which machine they ran on."))
+            names = listed([run.name for run in inputs.runs if not run.place])
+            notes.append(Paragraph(f"Not noted which machine trained: {names}."))
         yield Section("Environment", [places, *notes])
     yield Section("Commands", [Paragraph("What makes these figures again."), Commands(_commands(inputs))])
 

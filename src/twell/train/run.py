@@ -6,6 +6,7 @@ choices.json    the measurements of the CPU that its automatic plans use
 metrics.jsonl   every log and evaluation
 checkpoint-N/   model, optimiser, schedule, random state, firing statistics, manifest
 model/          the trained model and its tokenizer, at the end
+environment.json  machine, versions and date, at the end
 summary.json    the results, at the end
 """
 
@@ -29,13 +30,14 @@ from .._files import needs_space, read_json_object, remove, remove_leftovers, re
 from .._log import log_once
 from .._processor import make_products_safe
 from ..kernels.cpu.measurements import choices_kept_in
+from ..measure.records import source
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
 from .distributed import is_first
 from .metrics import MetricsFile, ProgressBar, check_reporters, read_metrics
 from .model import build_model, with_checkpoint
-from .run_folder import CHOICES, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
+from .run_folder import CHOICES, ENVIRONMENT, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .trainer import SaveOnInterrupt, SparseTrainer
 
 # The penalty's gradient flows through recomputed activations: reentrant checkpoints would lose it.
@@ -273,6 +275,7 @@ def _finish(trainer: SparseTrainer, config: RunConfig, folder: Path, data: Prepa
     if trainer.is_world_process_zero():
         remove_leftovers(target)  # not before: one may be the last whole model
         replace_folder(temporary, target)
+        write_json(folder / ENVIRONMENT, source(trainer.args.device, None))
         write_json(folder / SUMMARY, summary)
     trainer.accelerator.wait_for_everyone()
     return RunResult(folder=folder, finished=True, summary=summary)

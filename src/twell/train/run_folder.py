@@ -16,7 +16,7 @@ from .data import Prepared
 from .settings import read_settings, run_config, to_yaml
 
 CONFIG, METRICS, SUMMARY, DATA = "config.yaml", "metrics.jsonl", "summary.json", "data.json"
-CHOICES = "choices.json"
+CHOICES, ENVIRONMENT = "choices.json", "environment.json"
 _LOCK = ".twell-lock"  # it stays, and shows that the folder belongs to a run
 
 # Settings that do not change the result, so a resumed run may change them.
