@@ -105,6 +105,17 @@ def test_doctor_names_versions_and_backends():
     assert "by its activations" in output
 
 
+@pytest.mark.parametrize(
+    ("build", "why"), [(None, "is built without CUDA"), ("13.0", "finds no driver or no GPU; look whether")]
+)
+def test_doctor_says_why_there_is_no_gpu(monkeypatch, build, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert why in run("doctor").output
+
+
 def test_doctor_under_an_override(monkeypatch):
     monkeypatch.setenv("TWELL_PLAN", "row")
     assert "TWELL_PLAN names it" in run("doctor").output
