@@ -32,12 +32,12 @@ def build(folder: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """Every file of the package is in the wheel, and nothing but the package and what describes it."""
+    """Every file of src is in the wheel, and nothing but those and what describes them."""
     packed = set(zipfile.ZipFile(wheel).namelist())
     ours = {
         path.relative_to(SOURCE).as_posix()
-        for path in (SOURCE / "twell").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        for path in SOURCE.rglob("*")
+        if path.is_file() and not {"__pycache__", "twell.egg-info"} & {*path.parts}
     }
     described = {name for name in packed if ".dist-info/" in name}
     if missing := ours - packed:

@@ -6,6 +6,7 @@ Errors name the argument, the value received and the values accepted; or how to 
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -83,6 +84,15 @@ def explained(error: ImportError) -> str:
         if isinstance(error, ModuleNotFoundError) and error.name in modules:
             return f"{error}: {how_to_install(extra)}"
     return str(error)
+
+
+def asked_too_much(error: RuntimeError) -> str | None:
+    """What was asked for, in torch's words, if `error` says that memory ran out; None for any other."""
+    said = str(error)
+    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in said:
+        return None
+    amount = re.search(r"tried to allocate [\d.]+ \w+", said, re.IGNORECASE)
+    return said.splitlines()[0] if amount is None else amount[0].lower()
 
 
 def needed(module: str, purpose: str, *, extra: str) -> ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from typer.testing import CliRunner
 
 import twell
 from twell.backends import BACKENDS
+from twell.cli import main
 from twell.cli.app import MOST_NEURONS, app
 from twell.formats.row import MAX_COLUMNS
 from twell.measure import read_records
+
+SOURCE = Path(twell.__file__).parents[1]
 
 
 def run(*arguments: str):
@@ -101,6 +105,17 @@ def test_doctor_names_versions_and_backends():
     assert "by its activations" in output
 
 
+@pytest.mark.parametrize(
+    ("build", "why"), [(None, "is built without CUDA"), ("13.0", "finds no driver or no GPU; look whether")]
+)
+def test_doctor_says_why_there_is_no_gpu(monkeypatch, build, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setenv("COLUMNS", "200")
+    assert why in run("doctor").output
+
+
 def test_doctor_under_an_override(monkeypatch):
     monkeypatch.setenv("TWELL_PLAN", "row")
     assert "TWELL_PLAN names it" in run("doctor").output
@@ -123,18 +138,69 @@ def test_wrong_settings_are_refused_before_transformers_is_imported():
     assert done.stdout.split()[-1] == "False"
 
 
-def test_a_value_error_is_one_line():
-    command = [sys.executable, "-m", "twell.cli", "block", "--density", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    assert "density" in done.stderr
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("block", "--density", "2"), 2, "Invalid value for '--density'"),  # typer's own
+        (("tune", "--training", "--device", "cpu"), 2, "twell: --training: got a CPU; accepted: with a GPU"),
+        (
+            ("block", "--tokens", str(10**14)),
+            1,
+            "twell: out of memory: tried to allocate 409600000000000000 bytes; a smaller batch, shorter "
+            "sequences or fewer layers need less\n",
+        ),
+    ],
+    ids=["option", "value", "memory"],
+)
+def test_what_goes_wrong_is_one_line_and_a_status(tmp_path, monkeypatch, capsys, arguments, status, said):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["twell", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == status
+    told = capsys.readouterr().err
+    assert said in told
+    assert len(told.splitlines()) == 1 or "Usage" in told
+
+
+def twell_command(*arguments: str, before: str) -> subprocess.CompletedProcess:
+    """What the console script does; before: code that runs first."""
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {str(SOURCE)!r})
+sys.argv = ["twell", *{arguments!r}]
+{before}
+from _twell_command import main
+main()"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("module", ["torch.nn", "twell.cli.app"])
+def test_ctrl_c_while_modules_are_imported(module):
+    """The signal comes when `module` is about to be imported."""
+    before = f"""
+class Interrupts:
+    def find_spec(name, *rest):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts)"""
+    done = twell_command("doctor", before=before)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_run_in_the_background_goes_on_ignoring_ctrl_c():
+    before = """
+import atexit
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))"""
+    done = twell_command("--version", before=before)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"twell {twell.__version__}\n", "")
 
 
 def test_missing_typer_is_explained():
     code = "import sys; sys.modules['typer'] = None; from twell.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert "pip install typer rich" in done.stderr
     assert "Traceback" not in done.stderr
 
@@ -145,7 +211,7 @@ def test_a_missing_extra_is_explained():
         "from twell.cli import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode != 0
+    assert done.returncode == 2
     assert done.stderr.strip().endswith(': pip install -e ".[train]" in a checkout of twell')
     assert "Traceback" not in done.stderr
 

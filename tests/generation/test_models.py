@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import LlamaConfig
 
 from twell.generation import accelerate_, kernel_layers
-from twell.generation.decoder import is_understood
+from twell.generation.decoder import decoder_of, is_understood
 
 from ..interpreter import hasten
 from .tiny_models import KINDS, SIZES, Turned, build, prompt, stock_generate
@@ -256,13 +256,28 @@ def test_blocks_of_ones_own_see_sequences(static, monkeypatch, kernels):
     assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
 
 
-@pytest.mark.parametrize("what", ["aligned", "unaligned", "spread", "wide end", "wide start"])
-def test_kernels_of_our_own_leave_odd_parameters_to_pytorch(static, monkeypatch, what):
+_LIES = "weights that are not contiguous, or begin at an address that is no multiple of 16"
+_SEVERAL = "weights of several dtypes, or on several devices"
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("aligned", None),
+        ("unaligned", _LIES),
+        ("spread", _LIES),
+        ("wide end", _SEVERAL),
+        ("wide start", _SEVERAL),
+        ("biased", "projections of attention that are not plain nn.Linear modules"),
+        ("elsewhere", "weights in torch.float32 on 'cpu'"),
+    ],
+)
+def test_kernels_of_our_own_leave_odd_parameters_to_pytorch(static, monkeypatch, what, reason):
     """A norm's weights are read as they should lie, 16 bytes at a time; residuals have the layers' type."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(kernel_layers, "DEVICES", ("cpu",))
+    monkeypatch.setattr(kernel_layers, "DEVICES", ("cuda",) if what == "elsewhere" else ("cpu",))
     model = build("llama")
-    norm = model.model.norm
+    norm, attention = model.model.norm, model.model.layers[0].self_attn
     if what == "unaligned":
         norm.weight = torch.nn.Parameter(torch.ones(33)[1:])
     elif what == "spread":
@@ -271,7 +286,22 @@ def test_kernels_of_our_own_leave_odd_parameters_to_pytorch(static, monkeypatch,
         norm.double(), model.lm_head.double()
     elif what == "wide start":
         model.model.embed_tokens.double()
-    assert kernel_layers.fit_kernels(model) == (what == "aligned")
+    elif what == "biased":
+        attention.q_proj = torch.nn.Linear(32, attention.q_proj.out_features)
+    assert kernel_layers.why_no_kernels(model) == reason
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_layers_that_are_compiled_instead_are_told(static, monkeypatch, caplog, compiled):
+    """Not where none is compiled: on a CPU, in tests."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("twell._log._logged", set())
+    model = build("llama")
+    model.generate(prompt(1, 4), max_new_tokens=2, do_sample=False)
+    (step,) = model._twell_steps.values()
+    decoder_of(model, step._cache, compiled)
+    told = "twell: generation compiles layers instead of running its own kernels: weights in torch.float32 on"
+    assert [told in line for line in caplog.messages] == ([True] if compiled else [])
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 24, 25, 33])

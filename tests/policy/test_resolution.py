@@ -113,3 +113,11 @@ def test_an_observer_of_automatic_training_sees_a_dense_block(resolution, traini
     found = resolve_observed(resolution, training)
     assert found.path == path
     assert (found.backend == "dense") == (path == "dense")
+
+
+def test_float32_on_a_gpu_is_told_why_it_gains_nothing(caplog, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr("twell._log._logged", set())
+    assert resolve(None, site("cuda")).backend == "dense"
+    assert resolve(None, site("cuda", dtype=torch.bfloat16)).backend == "gpu"
+    assert [line.endswith("gain nothing; cast the model to bfloat16") for line in caplog.messages] == [True]

@@ -127,6 +127,9 @@ def test_many_streams_at_once(server, wanted):
         ({"prompt": [1, 2]}, 400, "prompt must be a string"),
         ({"model": "another"}, 400, "requested 'another'"),
         ({"extra_body": {"nonsense": 1}}, 422, "nonsense"),
+        ({"n": 2}, 400, "n: got 2; accepted: 1: there is one answer to a request"),
+        ({"logprobs": 0}, 400, "logprobs: got 0; accepted: null or false: answers have no probabilities"),
+        ({"echo": True}, 400, "echo: got True; accepted: false"),
     ],
     ids=lambda value: str(value)[:24],
 )
@@ -136,6 +139,11 @@ def test_a_bad_request_is_answered(server, wanted, bad, status, message, stream)
     assert refused.value.status_code == status
     assert message in str(refused.value)
     answer = server.ask(words(ASKED[1]))  # and nobody else is harmed
+    assert ids_of(answer.choices[0].text) == wanted[server.folder.name][1]
+
+
+def test_fields_that_ask_for_nothing_are_taken(server, wanted):
+    answer = server.ask(words(ASKED[1]), n=1, echo=False, logprobs=None, presence_penalty=0.0, user="me")
     assert ids_of(answer.choices[0].text) == wanted[server.folder.name][1]
 
 
@@ -160,6 +168,11 @@ def test_chat_and_responses(one_by_one, wanted):
     pieces = [chunk.choices[0].delta.content or "" for chunk in stream]
     assert len(pieces) > 2
     assert ids_of("".join(pieces)) == wanted["relu"][2]
+    chat = one_by_one.client.chat.completions.create(**asked, messages=message, max_completion_tokens=3)
+    assert chat.usage.completion_tokens == 3
+    for ignored in ({"logprobs": True}, {"n": 2}):
+        with pytest.raises(openai.BadRequestError, match=f"{next(iter(ignored))}: got .*; accepted: "):
+            one_by_one.client.chat.completions.create(**asked, messages=message, **ignored)
     asked |= {"input": words(ASKED[2]), "max_output_tokens": NEW_TOKENS}
     answer = one_by_one.client.responses.create(**asked, stream=False)  # the server streams by default
     assert ids_of(answer.output_text) == wanted["relu"][2]

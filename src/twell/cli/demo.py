@@ -18,7 +18,8 @@ from .._files import make_folder, write_json
 from ..measure import Timing, compare
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars, training_curves
-from .train import INTERRUPTED, stopping_at_once
+from .status import INTERRUPTED
+from .train import stopping_at_once
 
 _REPETITIONS = 9
 _DECODED = 32  # tokens of a timed generation

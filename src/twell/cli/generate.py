@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from .._errors import reject
+from .._errors import asked_too_much, reject
 from .progress import Progress
-from .train import INTERRUPTED
+from .status import INTERRUPTED
 
 if TYPE_CHECKING:
     import torch
@@ -224,11 +224,9 @@ def _free_bytes(device: torch.device) -> int | None:
 @contextmanager
 def _memory_may_run_out(argument: str, received: str, accepted: str) -> Iterator[None]:
     """Say so in one line."""
-    import torch
-
     try:
         yield
     except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if asked_too_much(error) is None:
             raise
         reject(argument, received, accepted)

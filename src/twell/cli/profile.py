@@ -17,7 +17,7 @@ from rich.table import Table
 from .._errors import reject
 from .._files import needs_space
 from .evaluate import progress_bar
-from .train import INTERRUPTED
+from .status import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
     from ..profiling import Profile
@@ -80,7 +80,7 @@ def run_profile(
         _write(console, profile, out)
     if profile.stopped is not None:
         console.print(f"stopped: {profile.stopped}; the figures are of {profile.tokens:,} tokens", **_PLAIN)
-        raise typer.Exit(INTERRUPTED if profile.stopped == "interrupted" else 1)
+        raise typer.Exit(INTERRUPTED if profile.stopped == "interrupted" else FAILED)
 
 
 @contextmanager

@@ -15,10 +15,9 @@ from rich.table import Table
 
 from .._errors import how_to_install
 from .._files import write_atomically
-from .train import INTERRUPTED
+from .status import FAILED, INTERRUPTED
 
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
-_FAILED = 1
 
 
 def run_reproduce(
@@ -67,7 +66,7 @@ def run_reproduce(
     console.print(f"results: {', '.join(map(str, written))}", **_PLAIN)
     if outcome.failures:
         console.print(f"failed: {', '.join(outcome.failures)}; the same command tries again", **_PLAIN)
-        raise typer.Exit(_FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path]:

@@ -48,7 +48,7 @@ def choose_server(folder: str, options: list[str]) -> Server:
         name = f"transformers {_version('transformers')}, as vLLM is not installed"
         return Server(name, [sys.executable, *command])
     raise ImportError(
-        f"twell serve needs vLLM ({how_to_install('vllm')}) or transformers' server "
+        f"serving needs vLLM ({how_to_install('vllm')}) or transformers' server "
         f"({how_to_install('serve')}), which misses {', '.join(missing)}"
     )
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .._errors import reject
+from .status import INTERRUPTED
 
-INTERRUPTED = 130  # the exit status of Ctrl-C in a shell, so that a script stops too
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 

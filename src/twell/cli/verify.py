@@ -13,6 +13,7 @@ from rich.table import Table
 from .._errors import reject
 from .._files import write_json
 from .evaluate import progress_bar
+from .status import FAILED
 
 if TYPE_CHECKING:
     from ..verification import Expected, Verification
@@ -80,7 +81,7 @@ def run_verify(
     if out is not None:
         write_json(out, {"model": model, "passed": found.passed, **dataclasses.asdict(found)})
     if not found.passed:
-        raise typer.Exit(1)
+        raise typer.Exit(FAILED)
 
 
 def _figures(expect: list[str]) -> dict[str, float]:

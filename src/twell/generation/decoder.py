@@ -17,8 +17,9 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 
+from .._log import log_once
 from .cache import StepCache
-from .kernel_layers import KernelLayers, compiled_or_plain, feed_forward, fit_kernels, layers_of
+from .kernel_layers import KernelLayers, compiled_or_plain, feed_forward, layers_of, why_no_kernels
 from .merged import Merged, may_merge, merged_projections, refresh
 
 _LAYERS = (llama.LlamaDecoderLayer, qwen2.Qwen2DecoderLayer)
@@ -38,9 +39,15 @@ class Decoder(Protocol):
 
 
 def decoder_of(model: nn.Module, cache: StepCache, compiled: bool) -> Decoder:
+    """compiled: whether layers that our kernels do not fit are compiled, which is logged."""
     if not is_understood(model):
         return _WholeModel(model, cache)
-    return KernelLayers(model, cache) if fit_kernels(model) else _OwnLayers(model, cache, compiled)
+    reason = why_no_kernels(model)
+    if reason is None:
+        return KernelLayers(model, cache)
+    if compiled:
+        log_once(f"generation compiles layers instead of running its own kernels: {reason}")
+    return _OwnLayers(model, cache, compiled)
 
 
 def is_understood(model: nn.Module) -> bool:

@@ -70,27 +70,33 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return list(model.model.layers)[: model.config.num_hidden_layers]
 
 
-def fit_kernels(model: nn.Module) -> bool:
-    """Whether the kernels compute what the layers of a Llama or Qwen2 do."""
+def why_no_kernels(model: nn.Module) -> str | None:
+    """Why the kernels do not compute what the layers of a Llama or Qwen2 do, or None if they do."""
     layers = layers_of(model)
     norms = [norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
     norms.append(model.model.norm)
     modules = *layers, model.model.norm, model.get_input_embeddings()
     kinds = {(tensor.dtype, tensor.device) for module in modules for tensor in module.parameters()}
     dtype, device = next(iter(kinds))
-    read = [p for module in (*norms, *(layer.self_attn for layer in layers)) for p in module.parameters()]
-    return (
-        importlib.util.find_spec("triton") is not None
-        and torch.version.hip is None
-        and len(kinds) == 1
-        and dtype in _TYPES
-        and device.type in DEVICES
-        and all(type(norm) in _NORMS for norm in norms)
-        and all(type(layer.self_attn.o_proj) is nn.Linear for layer in layers)
-        and all(tensor.is_contiguous() and tensor.data_ptr() % 16 == 0 for tensor in read)
-        and all(can_merge(layer.self_attn) for layer in layers)
-        and may_merge(layers)
-    )
+    attentions = [layer.self_attn for layer in layers]
+    read = [p for module in (*norms, *attentions) for p in module.parameters()]
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if torch.version.hip is not None:
+        return "they are written for NVIDIA GPUs"
+    if len(kinds) > 1:
+        return "weights of several dtypes, or on several devices"
+    if dtype not in _TYPES or device.type not in DEVICES:
+        return f"weights in {dtype} on {device.type!r}"
+    if any(type(norm) not in _NORMS for norm in norms):
+        return "norms of another class than transformers'"
+    if any(type(one.o_proj) is not nn.Linear or not can_merge(one) for one in attentions):
+        return "projections of attention that are not plain nn.Linear modules"
+    if any(not tensor.is_contiguous() or tensor.data_ptr() % 16 for tensor in read):
+        return "weights that are not contiguous, or begin at an address that is no multiple of 16"
+    if not may_merge(layers):
+        return "too little free memory for a copy of the query, key and value projections"
+    return None
 
 
 def _block_of(mlp: nn.Module) -> Callable[[Tensor], Tensor]:

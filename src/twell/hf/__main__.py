@@ -15,7 +15,8 @@ if __name__ == "__main__":
         try:
             main()
         except (ValueError, OSError) as error:  # a folder without weights or tokenizer, for one
-            sys.exit(f"twell: {error}")
+            print(f"twell: {error}", file=sys.stderr)
+            sys.exit(2)  # as the command line does where it refuses something
         finally:
             stop()
     else:

@@ -3,7 +3,8 @@
 The server, its API and its scheduling stay transformers' own. It takes some classes from its package when it
 starts, and finds ours in their place. They load models as `twell generate` does, and mend what the server
 leaves open: a bad request is refused before it reaches the model, where it would end the batch of everybody;
-/v1/models lists what is served; a temperature samples; the process ends when it is told to.
+so is one that asks for what the server would ignore; /v1/models lists what is served; a temperature samples;
+the process ends when it is told to.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .families import FAMILIES
 
 _STARTED = int(time.time())
 _stock_build_server = server.build_server
+_stock_validate = utils.BaseHandler._validate_request
 _states: list[Generation] = []
 
 
@@ -45,6 +47,7 @@ def prepare() -> None:
     server.build_server = build_server
     utils.GenerateManager, utils.CBGenerateManager = OneByOne, Batched
     utils.GenerationState = Generation
+    utils.BaseHandler._validate_request = _validate
     signal.signal(signal.SIGINT, _leave)  # uvicorn passes Ctrl-C on when it is done
 
 
@@ -100,6 +103,39 @@ async def _refuse(_request: Request, error: Exception) -> JSONResponse:
         status, said = error.status_code, str(error.detail)
     body = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": body}, status_code=status)
+
+
+# Fields of a request that change its answer and that the server ignores: the values that ask for nothing, and
+# what to ask for. Other ignored fields (user, metadata, ...) leave the answer as it is.
+_IGNORED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "1: there is one answer to a request"),
+    "best_of": ((1,), "1: there is one answer to a request"),
+    "echo": ((False,), "false: answers do not repeat the prompt"),
+    "logprobs": ((False,), "null or false: answers have no probabilities"),
+    "top_logprobs": ((0,), "0: answers have no probabilities"),
+    "presence_penalty": ((0,), "0"),
+    "response_format": (({"type": "text"},), "text"),
+    "previous_response_id": ((), "the whole conversation as input"),
+}
+
+
+def _validate(self: utils.BaseHandler, body: dict[str, Any]) -> None:
+    """In place of the server's: refuse what it would ignore."""
+    # Two names of one thing, of which chats know the older only.
+    if "max_completion_tokens" in self._unused_fields:
+        most = body.pop("max_completion_tokens", None)
+        body |= {} if most is None else {"max_tokens": most}
+    _stock_validate(self, body)
+    for name in sorted(body.keys() & self._unused_fields & _IGNORED.keys()):
+        harmless, accepted = _IGNORED[name]
+        value = body[name]
+        if value is not None and not any(_equal(value, one) for one in harmless):
+            reject(name, repr(value), accepted)
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """As in JSON, where 0 is not false: as logprobs it asks for the probability of every token."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 class _Checked:

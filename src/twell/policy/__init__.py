@@ -86,7 +86,7 @@ def _why_never(backend: str, site: Site) -> str | None:
         kind = site.tokens, site.hidden, site.neurons, site.dtype, site.gated, neuron_major, threads
         return cpu.why_never(CpuSite(*kind))
     if backend == "gpu" and site.dtype == torch.float32:
-        return gpu.FLOAT32
+        return gpu.why_not_float32()
     return None
 
 

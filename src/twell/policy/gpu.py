@@ -37,7 +37,10 @@ _ENTER, _LEAVE = 0.5, 0.55
 # 2,048 tokens 1.13x to 1.27x at 0.5, 0.95x to 1.14x at 0.68. One token gains 1.09x at 0.3.
 _PLAIN_LIMITS = {1: 0.4, DECODE_TOKENS + 1: 0.5, 8192: 0.8}
 
-FLOAT32 = "float32 products run on tensor cores at reduced precision or not at all"
+_FLOAT32 = (
+    "in float32, for which GPUs have no exact tensor cores, sparse kernels gain nothing; cast the model to "
+    "bfloat16"
+)
 _READ = "a reading: now and then a call measures how active the layer is"
 
 
@@ -128,6 +131,12 @@ def why_out_of_reach(args: FfnArgs, training: bool, rows: int = DEFAULT_ROWS) ->
     return reason
 
 
+def why_not_float32() -> str:
+    """Why automatic plans run float32 dense; logged."""
+    log_once(f"running dense: {_FLOAT32}")
+    return _FLOAT32
+
+
 def operations(args: FfnArgs) -> int:
     """Floating-point operations of a dense forward, counting the tokens that pad whole blocks."""
     matrices = 2 if args.gate is None else 3
@@ -146,7 +155,7 @@ def _limit(args: FfnArgs) -> tuple[float, str]:
     """The share of active neurons up to which this call runs sparse; if 0, never, and why."""
     neurons, hidden = args.selector.shape
     if args.x.dtype == torch.float32:
-        return 0.0, FLOAT32
+        return 0.0, why_not_float32()
     tokens = whole_blocks(args.x.shape[0])
     gated = args.gate is not None
     if operations(args) < TRANSPOSE_OPERATIONS and not args.down.mT.is_contiguous():
@@ -184,7 +193,7 @@ def _training_limit(args: FfnArgs) -> tuple[float, str | None]:
     """
     x = args.x
     if x.dtype == torch.float32:
-        return 0.0, FLOAT32
+        return 0.0, why_not_float32()
     reason = why_out_of_reach(args, training=True)
     if reason is not None:
         return 0.0, reason
