@@ -399,6 +399,7 @@ def generate(bench: Bench) -> None:
 
 def checkpointed(bench: Bench) -> None:
     from twell.hf import compile_inside_checkpoints
+    from twell.hf.layers import enable_checkpoints
 
     s = bench.setting
     layers, sequences, length = s.trained
@@ -408,7 +409,7 @@ def checkpointed(bench: Bench) -> None:
     for name, model in ((STOCK_COMPILED, stock), ("auto", sparse)):
         model.train()
         model.config.use_cache = False
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpoints(model)
         if name == "auto":
             compile_inside_checkpoints(model, backend=s.compiler)
             run = model.model

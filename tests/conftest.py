@@ -3,12 +3,17 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 import pytest
 import torch
 
 from twell._processor import cpu_name, make_products_safe
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that these tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything multiplies; workers and child processes inherit both.
 VERDICT = make_products_safe()

@@ -10,6 +10,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from transformers import LlamaConfig
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from twell.generation import accelerate_, kernel_layers
 from twell.generation.decoder import decoder_of, is_understood
@@ -317,6 +318,28 @@ def test_padding_to_a_common_length_changes_nothing(static, monkeypatch, length)
     assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
     ((batch, padded, _),) = model._twell_steps.prompts
     assert (batch, padded) == (2, {1: 16, 15: 16, 16: 16, 17: 24, 24: 24, 25: 32, 33: 48}[length])
+
+
+def test_padding_of_another_length_needs_no_step_of_its_own(static, monkeypatch):
+    """A repetition penalty knows how much padding to leave out (transformers 5.23); that is no setting."""
+    model, ids = build("sparse llama"), torch.randint(3, 97, (2, 12))
+    for padded in (5, 2):
+        mask = torch.ones_like(ids)
+        mask[0, :padded] = 0
+        options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 9, "repetition_penalty": 1.5}
+        found = model.generate(ids, **options)
+        assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
+    assert static
+    assert len(model._twell_steps) == 1
+
+
+def test_penalties_that_leave_out_more_than_the_prompt_are_left_to_transformers(static, monkeypatch):
+    model, ids = build("sparse llama"), prompt(2, 6)
+    penalty = RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=8)
+    options = {"logits_processor": [penalty], "do_sample": False, "max_new_tokens": 5}
+    found = model.generate(ids, **options)
+    assert not static
+    assert torch.equal(found, stock_generate(monkeypatch, model, ids, **options))
 
 
 def test_a_prompt_of_padding_alone_is_left_to_transformers(static, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from twell import hf, recorded_paths
+from twell.hf.layers import enable_checkpoints
 
 from .tiny import gradients_of, sparse_model, tokens
 
@@ -52,7 +53,7 @@ def test_compiled_around_eager_blocks(checkpointing, fresh_compiler):
     """More layers than one function may be recompiled for: they share their compiled code."""
     sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
     if checkpointing:
-        sparse.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpoints(sparse)
     for mlp in hf.sparse_mlps(sparse):
         mlp.eager = True
     backend = CountingBackend()
@@ -68,7 +69,7 @@ def test_layers_compiled_inside_their_checkpoints(fresh_compiler):
     sparse, ids = sparse_model(num_hidden_layers=10, sparsity_l1_coeff=0.5).train(), tokens()
     eager = copy.deepcopy(sparse)
     for model in (sparse, eager):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpoints(model)
     backend = CountingBackend()
     hf.compile_inside_checkpoints(sparse, backend=backend)
     compiled = torch.compile(sparse, backend=backend)
@@ -94,7 +95,7 @@ def test_layers_compiled_inside_their_checkpoints(fresh_compiler):
 
 def test_a_copy_of_a_model_compiled_inside_runs_its_own_layers(fresh_compiler):
     sparse, ids = sparse_model().train(), tokens()
-    sparse.gradient_checkpointing_enable({"use_reentrant": False})
+    enable_checkpoints(sparse)
     hf.compile_inside_checkpoints(sparse, backend="aot_eager")
     sparse.model(ids)
     copied, plain = copy.deepcopy(sparse), sparse_model().train()

@@ -55,6 +55,7 @@ class Request(NamedTuple):
     placed:     whether transformers hands positions to the model.
     stops:      tokens that end a sequence; pad: what follows them.
     longest:    tokens of prompt and answer.
+    uncounted:  [B], first tokens that a repetition penalty leaves out; None: all count.
     fingerprint:  of the model, see `Snapshot`.
     """
 
@@ -66,6 +67,7 @@ class Request(NamedTuple):
     stops: list[int]
     pad: int
     longest: int
+    uncounted: Tensor | None
     fingerprint: int
 
 
@@ -167,6 +169,11 @@ def _request(
         return "an attention mask of another shape than the prompt"
     if not bool((attended != 0).any(1).all()):
         return "a prompt of padding alone"
+    uncounted = sampling.uncounted
+    if uncounted is not None:
+        if uncounted.shape != tokens.shape[:1] or bool((uncounted > tokens.shape[1]).any()):
+            return "a repetition penalty that ignores more than the prompt"
+        uncounted = uncounted.to(tokens.device)
     positions = named.get("position_ids")
     if positions is not None and (positions.dim() != 2 or positions.shape[1] != tokens.shape[1]):
         return "positions of another shape than the prompt"
@@ -176,7 +183,7 @@ def _request(
     configured = model.config._attn_implementation, getattr(model.config, "num_hidden_layers", None)
     fingerprint = snapshot.fingerprint(*configured)
     positions = positions.expand(len(tokens))
-    return Request(tokens, attended, positions, placed, sampling, stops, pad, longest, fingerprint)
+    return Request(tokens, attended, positions, placed, sampling, stops, pad, longest, uncounted, fingerprint)
 
 
 def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], streamer: Any) -> Any:
@@ -188,7 +195,8 @@ def _generate(model: Any, request: Request, config: Any, named: dict[str, Any], 
     step = _step_for(model, request, cache)
     if step is None:
         return None
-    step.begin(request.tokens, request.attended, request.positions, cache, request.stops, request.pad)
+    prompt = request.tokens, request.attended, request.positions
+    step.begin(*prompt, cache, request.stops, request.pad, request.uncounted)
     step.choose(logits)
     del logits
     made = _tokens(step, request.longest - length, bool(request.stops), streamer)
@@ -222,6 +230,8 @@ def _prefilled(
     logits, cache = prompt.run(model, given)
     longest = request.longest + given.extra
     padding = {"tokens": given.tokens, "attended": given.attended, "longest": longest}
+    if request.uncounted is not None:
+        padding["uncounted"] = request.uncounted + given.extra
     return request._replace(**padding), logits, cache, given.extra
 
 

@@ -24,6 +24,7 @@ _OF_SCORES = tuple(
     if hasattr(logits_process, name)
 )
 _REPETITION = logits_process.RepetitionPenaltyLogitsProcessor
+_UNCOUNTED = "prompt_ignore_length"
 
 
 class Sampling(NamedTuple):
@@ -36,6 +37,12 @@ class Sampling(NamedTuple):
     def remembers(self) -> bool:
         """Whether it asks which tokens were there before."""
         return any(type(one) is _REPETITION for one in self.processors)
+
+    @property
+    def uncounted(self) -> Tensor | None:
+        """[B]: so many tokens at the start of each sequence do not count as there before."""
+        found = [getattr(one, _UNCOUNTED, None) for one in self.processors if type(one) is _REPETITION]
+        return found[0] if found and isinstance(found[0], Tensor) else None
 
     @property
     def key(self) -> tuple:
@@ -61,9 +68,13 @@ class Sampling(NamedTuple):
 def sampling_of(processors: Iterable[Any], sampled: bool) -> Sampling | str:
     """The sampling, or why a captured step cannot do it."""
     processors = tuple(processors)
+    if sum(type(one) is _REPETITION for one in processors) > 1:
+        return "several repetition penalties"
     for one in processors:
         if type(one) is _REPETITION:
-            if getattr(one, "prompt_ignore_length", None):
+            # transformers 5.23 leaves padding out so, as a tensor; a number comes from the user.
+            uncounted = getattr(one, _UNCOUNTED, None)
+            if not isinstance(uncounted, Tensor) and uncounted:
                 return "a repetition penalty that ignores the prompt"
         elif type(one) not in _OF_SCORES:
             return f"the logits processor {type(one).__name__}"
@@ -74,4 +85,5 @@ def _settings(processor: Any) -> tuple:
     return tuple(
         (name, value.tolist() if isinstance(value, Tensor) else value)
         for name, value in sorted(vars(processor).items())
+        if name != _UNCOUNTED  # a part of the request
     )

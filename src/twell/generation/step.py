@@ -58,12 +58,14 @@ class Step:
         cache: Cache,
         stops: list[int],
         pad: int,
+        uncounted: Tensor | None = None,
     ) -> None:
         """Take a prompt, tokens [B, P], whose keys and values are in `cache`.
 
         attended:   [B, P], 0 where it is padded.
         positions:  [B], of the token after it.
         pad:        what follows a stop token.
+        uncounted:  [B], first tokens of each sequence that a repetition penalty leaves out.
         """
         length = tokens.shape[1]
         self._cache.fill(cache)
@@ -77,7 +79,17 @@ class Step:
         self._stops.copy_(torch.tensor(stops, dtype=torch.int64))
         self._pad.fill_(pad)
         if self._seen is not None:
+            self._see(tokens, uncounted)
+
+    def _see(self, tokens: Tensor, uncounted: Tensor | None) -> None:
+        if uncounted is None:
             self._seen.zero_().scatter_(1, tokens, True)
+            return
+        batch, vocabulary = self._seen.shape
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = tokens.masked_fill(places < uncounted[:, None], vocabulary)  # to a column that is cut off
+        seen = self._seen.new_zeros(batch, vocabulary + 1).scatter_(1, tokens, True)
+        self._seen.copy_(seen[:, :vocabulary])
 
     def choose(self, logits: Tensor) -> None:
         """Take the token at `column` from logits [B, V]."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from ..nn import SparseMLP
 from ..sparsify.blocks import lay_out, named_blocks
 from ..sparsify.twin import BlockTwin
 from .config import SparsityConfig
+
+# The penalty's gradient flows through recomputed activations: reentrant checkpoints would lose it.
+CHECKPOINTS = {"use_reentrant": False}
 
 
 def sparse_mlps(model: nn.Module) -> list[SparseMLP]:
@@ -74,10 +78,18 @@ def _sparse_twin(stock: nn.Module, neurons: int, config: SparsityConfig) -> Spar
     return mlp
 
 
+def enable_checkpoints(model: PreTrainedModel) -> None:
+    """Have each decoder layer computed again in the backward."""
+    # transformers 5.23 renamed it, and warns about the old name.
+    new_name = getattr(model, "activation_checkpointing_enable", None)
+    (new_name or model.gradient_checkpointing_enable)(CHECKPOINTS)
+
+
 def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
     """Compile each checkpointed decoder layer inside its checkpoint.
 
-    Call it after `gradient_checkpointing_enable({"use_reentrant": False})`; options go to `torch.compile`.
+    Call it after transformers' `activation_checkpointing_enable` (before 5.23: `gradient_checkpointing_enable`)
+    with {"use_reentrant": False}; options go to `torch.compile`.
 
     A compiler that meets a checkpoint compiles it whole: blocks inside cannot decide and train dense.
     Compiled inside the checkpoint, a layer keeps its block between its graphs, and an automatic plan decides
@@ -92,7 +104,12 @@ def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
         and sparse_mlps(module)
     ]
     if not layers:
-        reject("model", "no checkpointed layers with sparse blocks", "gradient_checkpointing_enable() first")
+        reject(
+            "model",
+            "no checkpointed layers with sparse blocks",
+            "gradient_checkpointing_enable() first, called activation_checkpointing_enable() since "
+            "transformers 5.23",
+        )
     for layer in layers:
         for mlp in sparse_mlps(layer):
             mlp.eager = True
@@ -101,19 +118,31 @@ def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
 
 def _compiled_inside(checkpoint: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     def run(function: Callable[..., Any], *arguments: Any) -> Any:
-        # transformers hands over the layer's call with its keyword arguments bound.
-        call, keywords = (
-            (function.func, function.keywords) if isinstance(function, partial) else (function, {})
-        )
-        return checkpoint(partial(_compiled_call(call.__self__, options), **keywords), *arguments)
+        layer, call, keywords = _checkpointed(function)
+        return checkpoint(partial(_compiled_call(layer, call, options), **keywords), *arguments)
 
     return torch.compiler.disable(run, reason="its layer is compiled inside of it")
 
 
-def _compiled_call(layer: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(function: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any], dict[str, Any]]:
+    """The layer behind what transformers hands to a checkpoint, its call, and keyword arguments.
+
+    Up to 5.22 that is the layer's call, hooks included; later its own forward, with the layer as the first
+    argument, and hooks run around the checkpoint.
+    """
+    given, bound, keywords = function, (), {}
+    if isinstance(function, partial):
+        given, bound, keywords = function.func, function.args, function.keywords
+    if isinstance(given, MethodType):
+        return given.__self__, given.__self__._call_impl, keywords
+    layer = bound[0]
+    return layer, MethodType(given, layer), keywords
+
+
+def _compiled_call(layer: nn.Module, call: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """The layer's call, compiled when it is first needed."""
     owner, compiled = layer.__dict__.get("_compiled_inside", (None, None))
     if owner is None or owner() is not layer:  # a deep copy has what the original compiled
-        compiled = torch.compile(layer._call_impl, **options)
+        compiled = torch.compile(call, **options)
         layer.__dict__["_compiled_inside"] = weakref.ref(layer), compiled
     return compiled

@@ -13,7 +13,7 @@ summary.json    the results, at the end
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .._errors import reject
 from .._files import needs_space, read_json_object, remove, remove_leftovers, replace_folder, write_json
 from .._log import log_once
 from .._processor import make_products_safe
+from ..hf.layers import CHECKPOINTS, enable_checkpoints
 from ..kernels.cpu.measurements import choices_kept_in
 from ..measure.records import source
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
@@ -40,8 +41,6 @@ from .model import build_model, with_checkpoint
 from .run_folder import CHOICES, ENVIRONMENT, METRICS, SUMMARY, check_data, claimed, with_absolute_paths
 from .trainer import SaveOnInterrupt, SparseTrainer
 
-# The penalty's gradient flows through recomputed activations: reentrant checkpoints would lose it.
-_CHECKPOINTS = {"use_reentrant": False}
 _FULL_GRAPH, _FSDP = "ACCELERATE_DYNAMO_USE_FULLGRAPH", "ACCELERATE_USE_FSDP"
 
 
@@ -114,7 +113,7 @@ def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console:
         eager=blocks_leave_graphs(config),
     )
     if compiles_inside_checkpoints(config):
-        model.gradient_checkpointing_enable(_CHECKPOINTS)
+        enable_checkpoints(model)
         hf.compile_inside_checkpoints(model, backend=arguments.torch_compile_backend)
     elif config.train.compile and config.train.checkpointing:
         # Recomputed blocks would note their statistics a second time, which nobody reads.
@@ -151,6 +150,13 @@ def _train(config: RunConfig, folder: Path, resume: bool, verify: bool, console:
     return _finish(trainer, config, folder, data)
 
 
+def _checkpointing(wanted: bool) -> dict[str, Any]:
+    """The arguments of the Trainer, which transformers 5.23 renamed."""
+    renamed = "activation_checkpointing" in {field.name for field in fields(TrainingArguments)}
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    return {name: wanted, f"{name}_kwargs": CHECKPOINTS if wanted else None}
+
+
 def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
     train = config.train
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -180,8 +186,7 @@ def training_arguments(config: RunConfig, folder: Path) -> TrainingArguments:
         optim="adamw_torch_fused" if cuda else "adamw_torch",
         bf16=train.precision == "bfloat16",
         fp16=train.precision == "float16",
-        gradient_checkpointing=train.checkpointing and not compiles_inside_checkpoints(config),
-        gradient_checkpointing_kwargs=_CHECKPOINTS if train.checkpointing else None,
+        **_checkpointing(train.checkpointing and not compiles_inside_checkpoints(config)),
         torch_compile=train.compile,
         eval_strategy="steps" if train.eval_every else "no",
         eval_steps=train.eval_every or None,
