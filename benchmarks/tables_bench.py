@@ -44,6 +44,10 @@ def training(device: str = "cuda") -> str:
         latest(TRAINING, device, "step", "checkpointed"),
         ("layers", "checkpoints"),
         ("layers", "checkpointing"),
+        compared={
+            "loss": lambda details: _number(details.get("loss"), ".5f"),
+            "error of blocks": lambda details: _number(details.get("block_error"), ".0e"),
+        },
     )
 
 
@@ -61,13 +65,24 @@ def micro_batches() -> str:
     return "\n".join(lines)
 
 
-def _table(records: list[Record], titles: tuple[str, str], names: tuple[str, str]) -> str:
+_LOGITS: dict[str, Callable[[dict], str]] = {
+    "difference": lambda details: _number(details.get("largest_difference"), ".0e"),
+    "same tokens": lambda details: _number(details.get("same_tokens_as_dense"), ".1%"),
+}
+
+
+def _table(
+    records: list[Record],
+    titles: tuple[str, str],
+    names: tuple[str, str],
+    compared: dict[str, Callable[[dict], str]] = _LOGITS,
+) -> str:
     """A row for each contender, the compared ones under each other."""
     if not records:
         return NOT_MEASURED
     lines = [
         f"| model | active | {titles[0]} | {titles[1]} | | tokens/ms | over dense eager | mJ/token | memory "
-        "| difference | same tokens |",
+        f"| {' | '.join(compared)} |",
         "|---|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for record in records:
@@ -81,8 +96,7 @@ def _table(records: list[Record], titles: tuple[str, str], names: tuple[str, str
             _gain(record),
             _energy(details.get("millijoules_per_token")),
             _memory(details.get("peak_bytes")),
-            _number(details.get("largest_difference", record.error), ".0e"),
-            _number(details.get("same_tokens_as_dense"), ".1%"),
+            *(show(details) for show in compared.values()),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

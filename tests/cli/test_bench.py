@@ -92,7 +92,7 @@ def test_training_end_to_end(tmp_path):
         ours = records[f"bench_training/{workload}/ours-eager"]
         assert ours.shape["checkpointing"] == (workload == "checkpointed")
         assert ours.ratio > 0
-        assert 0 < ours.error < 1e-3  # the L1 term
+        assert 0 < ours.error < 1e-5  # of a block's gradients, against float32
         assert ours.details["peak_bytes"] > 3 * 4 * SMALL.parameters  # weights and two moments
         dense = records[f"bench_training/{workload}/dense-eager"]
         assert dense.details["loss"] == pytest.approx(5.7, abs=0.5)

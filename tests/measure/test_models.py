@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from twell.measure.models import (
     shared_twin,
     tensor_bytes,
 )
+from twell.reference import relative_error
 from twell.sparsify.blocks import named_blocks
 
 
@@ -54,6 +57,19 @@ def test_both_models_compute_the_same(pair, size):
         dense, sparse = pair.dense(ids).logits, pair.sparse(ids).logits
     assert torch.allclose(dense, sparse, atol=1e-4)
     assert dense.argmax(-1).unique().numel() > 10  # not one token for everything
+
+
+def test_a_wrong_block_shows_in_the_logits():
+    """Comparing logits would prove nothing if blocks hardly changed them."""
+    deep = ModelSize(hidden=128, neurons=512, layers=8, vocabulary=500, positions=256, nnz=9.0)
+    right = build_pair(deep, dtype=torch.float32, device="cpu").dense
+    ids = torch.randint(500, (2, 64), generator=torch.Generator().manual_seed(1))
+    rounded, wrong = copy.deepcopy(right).bfloat16(), copy.deepcopy(right)
+    with torch.no_grad():
+        wrong.model.layers[4].mlp.down_proj.weight.zero_()
+        expected, *found = (model(ids).logits.float() for model in (right, rounded, wrong))
+    of_rounding, of_one_block = (relative_error(one, expected) for one in found)
+    assert of_one_block > 5 * of_rounding
 
 
 def test_seeds_make_models(size):

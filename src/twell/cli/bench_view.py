@@ -117,8 +117,13 @@ def _notes(group: list[Merged]) -> list[str]:
             "as dense eager predicts next"
         )
     elif group[0].first.workload in ("step", "checkpointed"):
-        lines.append("difference: of the loss, relative to dense eager's; ours has the L1 term in it")
+        lines.append(
+            "difference: the largest relative error, against float32, of some blocks' outputs and gradients; "
+            f"losses: {_losses(group)} (ours has the L1 term in it)"
+        )
     for one in group:
+        if one.detail("doubtful"):
+            lines.append(f"[red]{one.first.contender} computes something else: its speed means nothing[/]")
         share = one.detail("sparse_share")
         if share is not None and share < 1:
             dense = "all" if share == 0 else f"{1 - share:.0%}"
@@ -127,6 +132,11 @@ def _notes(group: list[Merged]) -> list[str]:
                 "for sparsity to pay (`twell explain` says why)"
             )
     return lines
+
+
+def _losses(group: list[Merged]) -> str:
+    found = {one.first.contender: one.detail("loss") for one in group}
+    return ", ".join(f"{name} {loss:.5f}" for name, loss in found.items() if loss is not None)
 
 
 def _comparisons(group: list[Merged]) -> list[str]:

@@ -148,6 +148,9 @@ def _all_active(sparse: nn.Module) -> nn.Module:
         weight = gate.weight.clone()
         weight[:, 0] = 2.0  # times 8, the constant feature: 16 standard deviations above zero
         gate.weight = nn.Parameter(weight, requires_grad=False)
+        # Scaled for a few active neurons: all of them would drown feature 0 for the next layer.
+        down = layer.mlp.down_proj
+        down.weight = nn.Parameter(down.weight * 1e-3, requires_grad=False)
     return twin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -217,3 +218,18 @@ def largest_that_fits(fits: Callable[[int], bool], guess: int = 1, most: int = 1
             high = trial
         trial = min(2 * low, most) if high > most and low else (low + high) // 2
     return low
+
+
+def doubt(running: list[Contender], what: str, most: float, setting: Setting) -> None:
+    """Mark the contenders that compute something else, and say so. most: the error that rounding can make."""
+    for one in running:
+        if one.error is None or one.error <= most:  # NaN is not
+            continue
+        one.details["doubtful"] = 1
+        setting.say(
+            f"{NOTE}{one.name} computes something else: its {what} differ by {one.error:.1e}, "
+            f"and rounding makes at most {most:.1e}. Its speed means nothing."
+        )
+        if not math.isfinite(one.error):  # records hold numbers
+            one.error = None
+            one.details = {name: value for name, value in one.details.items() if math.isfinite(value)}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import reference
 from .._errors import reject
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
-from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
+from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
 from .processes import NOTE
 from .results import Measured
@@ -43,6 +43,8 @@ _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 _FIRST = 16  # new tokens that do not count: a step is captured meanwhile
 _MOST_ROUNDS = 4  # of generation, whose samples are many tokens each
+# Errors beyond this many times dense eager's are no rounding; one block left out makes 5 times and more.
+_DOUBTFUL, _ROUNDED = 3.0, 1e-5
 _LOOKED_AT = 8192  # tokens whose active neurons are counted
 
 
@@ -230,6 +232,8 @@ def _compare_logits(
             "same_tokens": (found.argmax(-1) == exact.argmax(-1)).float().mean().item(),
             "same_tokens_as_dense": (found.argmax(-1) == stock.argmax(-1)).float().mean().item(),
         }
+    if wide:
+        doubt(running, "logits", max(_DOUBTFUL * reference.relative_error(stock, exact), _ROUNDED), setting)
     setting.release()
 
 

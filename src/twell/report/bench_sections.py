@@ -45,7 +45,9 @@ def _timed(group: list[Record], name: str) -> Iterator[Block]:
         f"over {baseline.replace('-', ' ')}": _gain,
         "mJ/token": _energy,
         "peak memory": lambda r: gigabytes(r.details["peak_bytes"]) if "peak_bytes" in r.details else "",
-        "difference": lambda r: optional(r.details.get("largest_difference", r.error), ".1e"),
+        "difference": lambda r: optional(r.details.get("largest_difference"), ".1e"),
+        "loss": lambda r: optional(r.details.get("loss"), ".5f"),
+        "error of blocks": lambda r: optional(r.details.get("block_error"), ".1e"),
         "same tokens": lambda r: optional(r.details.get("same_tokens_as_dense"), ".1%"),
         "what it is": lambda r: str(r.shape.get("meaning", "")),
     }
@@ -137,7 +139,11 @@ def _legend(group: list[Record]) -> str:
     if any("against_float32" in r.details for r in group):
         against = "the same model in float32" if group[0].details.get("against_float32") else "dense eager"
         parts.append(f"Difference: largest of a logit from {against}, over the largest logit.")
+    if any("block_error" in r.details for r in group):
+        parts.append("Error of blocks: of their outputs and gradients, against float32, the largest of some.")
     for record in group:
+        if record.details.get("doubtful"):
+            parts.append(f"{contender(record)} computes something else: its speed means nothing.")
         sparse = record.details.get("sparse_share")
         if sparse is not None and sparse < 1:
             parts.append(

@@ -1,0 +1,98 @@
+"""A contender that computes something else is found out, in training and at inference, and a record says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from twell.measure.contest import Setting
+from twell.measure.inference import Batch, bench_forward
+from twell.measure.models import ModelSize, build_pair, decoder_layers
+from twell.measure.results import Measured, records_of
+from twell.measure.training import TrainingCase, bench_training
+
+SIZE = ModelSize(hidden=64, neurons=256, layers=2, vocabulary=100, positions=64, nnz=6)
+CONTENDERS = ["dense-eager", "ours-eager"]
+SOURCE = {
+    "hardware": {"device": "cpu", "cpu": "one"},
+    "versions": {"torch": "2"},
+    "commit": "abc1234",
+    "date": "2026-11-18T00:00:00+00:00",
+}
+
+
+class Outcome:
+    """What a bench emits and says."""
+
+    def __init__(self) -> None:
+        self.last: dict[str, Measured] = {}
+        self.said: list[str] = []
+        self.setting = Setting(
+            device=torch.device("cpu"),
+            rounds=1,
+            memory=False,
+            emit=lambda measured: self.last.__setitem__(measured.contender, measured),
+            say=self.said.append,
+        )
+
+    @property
+    def doubtful(self) -> list[str]:
+        """Names; a record can hold each of them."""
+        assert len(records_of("bench", self.last.values(), source=SOURCE, seed=0)) == len(CONTENDERS)
+        found = [name for name, one in self.last.items() if one.details.get("doubtful")]
+        assert [name for name in CONTENDERS if any(f"{name} computes" in line for line in self.said)] == found
+        return found
+
+
+def trained_with(change) -> Outcome:
+    case = TrainingCase(
+        size=SIZE, name="small", batch=2, sequence=16, precision="float32", device=torch.device("cpu")
+    )
+    trained, outcome = case.build(), Outcome()
+    with torch.no_grad():
+        change(decoder_layers(trained.pair.sparse)[1].mlp)
+    bench_training(trained, False, CONTENDERS, outcome.setting)
+    return outcome
+
+
+def passed_forward_with(change) -> Outcome:
+    pair, outcome = build_pair(SIZE, dtype=torch.float32, device="cpu"), Outcome()
+    with torch.no_grad():
+        change(decoder_layers(pair.sparse)[1].mlp)
+    ids = torch.arange(32).view(2, 16)
+    bench_forward(pair, "small", Batch(ids=ids, origin="text"), CONTENDERS, outcome.setting, calibrated=True)
+    return outcome
+
+
+def nothing(block) -> None:
+    pass
+
+
+def a_hundredth_more(block) -> None:
+    block.up_proj.weight.mul_(1.01)
+
+
+def not_a_number(block) -> None:
+    block.down_proj.weight.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("run", [trained_with, passed_forward_with])
+@pytest.mark.parametrize(
+    ("change", "doubtful"), [(nothing, []), (a_hundredth_more, ["ours-eager"]), (not_a_number, ["ours-eager"])]
+)
+def test_a_wrong_block_is_found_out(run, change, doubtful):
+    outcome = run(change)
+    assert outcome.doubtful == doubtful
+    assert (outcome.last["ours-eager"].error is None) == (change is not_a_number)
+    assert outcome.last["dense-eager"].error < 1e-5
+
+
+def test_errors_are_of_gradients_too():
+    """A block with right outputs and wrong gradients."""
+
+    def scaled_gradient(block) -> None:
+        block.register_full_backward_pre_hook(lambda module, grads: tuple(1.01 * one for one in grads))
+
+    assert trained_with(scaled_gradient).doubtful == ["ours-eager"]
