@@ -1,4 +1,4 @@
-"""A contender that computes something else is found out, in training and at inference, and a record says so."""
+"""A contender that computes something else is found out, in training and at inference; records say so."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def not_a_number(block) -> None:
 
 @pytest.mark.parametrize("run", [trained_with, passed_forward_with])
 @pytest.mark.parametrize(
-    ("change", "doubtful"), [(nothing, []), (a_hundredth_more, ["ours-eager"]), (not_a_number, ["ours-eager"])]
+    ("change", "doubtful"),
+    [(nothing, []), (a_hundredth_more, ["ours-eager"]), (not_a_number, ["ours-eager"])],
 )
 def test_a_wrong_block_is_found_out(run, change, doubtful):
     outcome = run(change)

@@ -88,8 +88,8 @@ def enable_checkpoints(model: PreTrainedModel) -> None:
 def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
     """Compile each checkpointed decoder layer inside its checkpoint.
 
-    Call it after transformers' `activation_checkpointing_enable` (before 5.23: `gradient_checkpointing_enable`)
-    with {"use_reentrant": False}; options go to `torch.compile`.
+    Call it after `activation_checkpointing_enable({"use_reentrant": False})`, which transformers before 5.23
+    calls `gradient_checkpointing_enable`; options go to `torch.compile`.
 
     A compiler that meets a checkpoint compiles it whole: blocks inside cannot decide and train dense.
     Compiled inside the checkpoint, a layer keeps its block between its graphs, and an automatic plan decides

@@ -148,8 +148,8 @@ class Trained:
         if not hasattr(model, "fused_loss"):
             model.loss_function = torch.compile(model.loss_function, dynamic=False)
         if not ours:
-            # Up to transformers 5.22 the compiled layer is called inside of the checkpoint; later a checkpoint
-            # is a part of what is compiled.
+            # transformers 5.22 calls the compiled layer inside of the checkpoint; in 5.23 the checkpoint is a
+            # part of what is compiled.
             mode = AUTOTUNE if contender == "dense-autotuned" else None
             return compile_layers(model, mode=mode)
         for mlp in sparse_mlps(model):
