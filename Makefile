@@ -25,7 +25,7 @@ $(READY): pyproject.toml
 
 setup: $(READY)  ## create the virtual environment
 
-demo: $(READY)  ## train a small sparse model, check it, time it, let it write (CPU, 5 minutes)
+demo: $(READY)  ## train a small sparse model, check it, time it, end in a report (CPU, 3 minutes)
 	$(BIN)/twell demo
 
 reproduce: $(READY)  ## run the paper's experiments with tiny models; again: go on (CPU, 12 minutes)

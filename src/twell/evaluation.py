@@ -46,7 +46,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
     if dtype != "auto" and dtype not in DTYPES:
         reject("dtype", repr(dtype), " | ".join(["auto", *DTYPES]))
     _require_causal(path, source)
-    tokenizer = _tokenizer(path, source)
+    tokenizer = load_tokenizer(path)
     place = device or ("cuda" if torch.cuda.is_available() else "cpu")
     wanted = DTYPES[dtype] if dtype != "auto" else automatic_dtype(source, place)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=wanted).to(place).eval()
@@ -98,9 +98,11 @@ def _require_causal(path: str, source: str) -> None:
         reject("model", found, accepted)
 
 
-def _tokenizer(path: str, source: str) -> Any:
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a model's folder, a run's folder or a model on the Hub."""
     from transformers import AutoTokenizer
 
+    source = find_model(path)
     accepted = "a model with the files of its tokenizer, which tokenizer.save_pretrained writes"
     folder = Path(source)
     # For some classes transformers makes an empty one of nothing.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def speedup_curves(
         )
     axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
     axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}{suffix}")
+    plain_ticks(axes.xaxis, suffix)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("active neurons per token", color=MUTED)
     axes.set_ylabel("times faster than dense", color=MUTED)
@@ -75,17 +76,21 @@ def training_curves(
     *,
     title: str,
     subtitle: str,
+    reference: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Draw cross-entropy above active neurons per token, over tokens, with one colour per run.
 
     runs:  name -> lines with "tokens", "ce_loss" and, for sparse models, "nnz".
+    reference:  the run that others are held against, drawn in grey.
     """
     sparse = any("nnz" in line for lines in runs.values() for line in lines)
     figure = figure_class()(figsize=(7.6, 6.2 if sparse else 3.8), dpi=144, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
     panels = figure.subplots(2 if sparse else 1, 1, sharex=True, squeeze=False)[:, 0]
     panels[0].set_title(subtitle, loc="left", fontsize=9, color=MUTED)
+    most = max((line["tokens"] for lines in runs.values() for line in lines), default=0)
+    unit, name_of_unit = (1e6, "million") if most >= 1e6 else (1e3, "thousand")
     for axes, value, label in zip(
         panels, ("ce_loss", "nnz"), ("cross-entropy", "active neurons per token"), strict=False
     ):
@@ -93,14 +98,17 @@ def training_curves(
             points = [(line["tokens"], line[value]) for line in lines if value in line]
             if points:
                 tokens, values = zip(*points, strict=True)
-                colour = _COLOURS[index % len(_COLOURS)]
-                axes.plot([t / 1e6 for t in tokens], values, color=colour, linewidth=1.8, label=name)
+                colour, style = _COLOURS[index % len(_COLOURS)], "-"
+                if name == reference:
+                    colour, style = MUTED, "--"
+                axes.plot([t / unit for t in tokens], values, style, color=colour, linewidth=1.8, label=name)
         axes.set_ylabel(label, color=MUTED)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=INK, labelsize=9)
     if sparse:
         panels[1].set_yscale("log")
-    panels[-1].set_xlabel("million tokens", color=MUTED)
+        plain_ticks(panels[1].yaxis)
+    panels[-1].set_xlabel(f"{name_of_unit} tokens", color=MUTED)
     if len(runs) > 1:
         panels[0].legend(frameon=False, labelcolor=INK)
     save_figure(figure, path, metadata)
@@ -114,6 +122,17 @@ def new_figure(title: str, subtitle: str, *, height: float) -> tuple[Any, Any]:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=9)
     return figure, axes
+
+
+def plain_ticks(axis: Any, suffix: str = "") -> None:
+    """Label a logarithmic axis 1, 2, 5, 10 and not with powers of ten; where that would be crowded, fewer."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = sorted(axis.get_view_interval())
+    decades = math.log10(high / low) if low > 0 else 1.0
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades <= 3 else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}{suffix}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def save_figure(figure: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> None:

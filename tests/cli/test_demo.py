@@ -13,6 +13,8 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from twell.cli.app import app
+from twell.measure import read_records
+from twell.train.settings import read_settings, run_config
 
 from ..train.runs import write_corpus
 
@@ -41,22 +43,43 @@ def demo(output, *settings):
     return CliRunner().invoke(app, ["demo", "--output", str(output), *settings], catch_exceptions=False)
 
 
-def test_the_demo_trains_checks_times_and_writes(tmp_path):
+def test_the_demo_trains_checks_times_writes_and_reports(tmp_path):
     out = tmp_path / "out"
     result = demo(out, *small(tmp_path, held_out=0.2))
     assert result.exit_code == 0
-    assert "same next token as dense" in result.output
+    assert "same next token" in result.output
     found = json.loads((out / "demo.json").read_text())
     shown = " ".join(result.output.split())
-    assert f"dead {found['held_out_dead']:.1%} in {found['held_out_dead_window']:,} tokens" in shown
-    assert f"{found['dead']:.1%} in {found['dead_window']:,} tokens" in shown
+    for name, run in (("with penalty", found), ("without", found["without_penalty"])):
+        figures = f"cross-entropy {run['held_out_ce_loss']:.3f}, {run['held_out_nnz']:.1f} of 128 neurons"
+        assert f"held-out text, {name}: {figures} active" in shown
     assert found["steps"] == 10
-    assert len(found["speedups"]) == 4
+    assert len(found["speedups"]) == 3
     assert all(value > 0 for value in found["speedups"].values())
     for plot in ("training.png", "speedup.png"):
         with Image.open(out / plot) as image:
             assert min(image.size) > 300
-    assert (out / "run-1" / "model" / "model.safetensors").exists()
+    run = out / "run-1"
+    for name in ("sparse", "dense"):
+        assert (run / name / "model" / "model.safetensors").exists()
+    assert run_config(read_settings(run / "dense" / "config.yaml")).recipe.l1 == 0
+    forward, generation = (r for r in read_records(run / "records.jsonl") if "/ours" in r.what)
+    assert forward.error < 1e-5
+    assert generation.details["same_tokens_as_dense"] == 1
+    page = (out / "report.html").read_text()
+    assert "Training runs" in page
+    assert "Forward pass" in page
+    assert result.output.rstrip().endswith(f"report: {out / 'report.html'} (open it in a browser)")
+
+
+def test_the_demo_fits_a_terminal_of_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    result = demo(tmp_path / "out", *small(tmp_path, held_out=0.2))
+    assert result.exit_code == 0
+    drawn = [line for line in result.output.splitlines() if set(line) & set("─│┃")]
+    assert all(len(line) <= 80 for line in drawn)
+    assert "…" not in result.output  # cut off
+    assert sum(line.startswith("│") for line in drawn) == 6 + 3 + 3  # no cell takes a second line
 
 
 def test_a_demo_that_holds_nothing_out_shows_training(tmp_path):
@@ -65,7 +88,7 @@ def test_a_demo_that_holds_nothing_out_shows_training(tmp_path):
     found = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert found["held_out_nnz"] is None
     shown = " ".join(result.output.split())
-    assert f"training: cross-entropy {found['train_ce_loss']:.3f}, {found['nnz']:.1f} active" in shown
+    assert f"training text, with penalty: cross-entropy {found['train_ce_loss']:.3f}, " in shown
 
 
 def test_a_file_in_the_place_of_the_output_folder(tmp_path):

@@ -43,6 +43,14 @@ def test_a_gain_counts_over_the_fastest_dense_contender(tmp_path):
     assert facts["peak memory"].good
 
 
+def test_what_computes_something_else_is_no_gain(tmp_path):
+    wrong = [
+        dataclasses.replace(r, details={**r.details, "doubtful": 1}) if "ours" in r.what else r
+        for r in bench_records()
+    ]
+    assert "as fast" not in headline(tmp_path, wrong).claim
+
+
 def test_no_gain_is_said_to_be_none(tmp_path):
     found = headline(tmp_path, bench_records(**{"ours-eager": 1.6}))
     assert found.claim.startswith("Nothing measured here is surely faster than dense.")

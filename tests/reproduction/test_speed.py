@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 from twell.hf import SparseLlamaConfig, SparseLlamaForCausalLM
-from twell.reproduction.speed import PlainBlock, _pair
+from twell.reproduction.speed import PlainBlock, model_pair
 
 from ..train.runs import write_corpus
 
@@ -33,7 +33,7 @@ def test_both_of_a_pair_give_the_same_output(gated, tmp_path):
     )
     SparseLlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     prepare(data, quiet=True).tokenizer.save_pretrained(tmp_path / "model")
-    pair = _pair(tmp_path / "model", "float32", torch.device("cpu"))
+    pair = model_pair(tmp_path / "model", "float32", torch.device("cpu"))
     assert gated != any(isinstance(module, PlainBlock) for module in pair.dense.modules())
     ids = torch.randint(384, (2, 16))
     with torch.no_grad():

@@ -42,12 +42,12 @@ def options(
 
 @app.command()
 def demo(
-    output: Annotated[Path, Option(help="Folder for the run, the plots and the results.")] = Path("demo_out"),
+    output: Annotated[Path, Option(help="Folder for the runs, the plots and the report.")] = Path("demo_out"),
     overrides: Annotated[
-        list[str] | None, Argument(help="Changes to the preset 'tiny', as key=value.", show_default=False)
+        list[str] | None, Argument(help="Changes to the preset 'demo', as key=value.", show_default=False)
     ] = None,
 ) -> None:
-    """Train a small sparse model on the CPU, check it, time it, generate text (five minutes)."""
+    """Train a small sparse model on the CPU, check it, time it, end in a report (two to three minutes)."""
     from .demo import run_demo
 
     run_demo(output=output, overrides=overrides or [])

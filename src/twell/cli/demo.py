@@ -1,220 +1,305 @@
-"""`twell demo`: trains a small sparse language model on the CPU, checks it, times it, generates text."""
+"""`twell demo`: trains a small language model twice on the CPU, with and without the L1 penalty; checks it,
+times it, lets it write, and ends in a report."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from .. import reference
 from .._errors import reject
-from .._files import make_folder, write_json
-from ..measure import Timing, compare
+from .._files import make_folder, needs_space, write_atomically, write_json
+from ..measure import Record, compare, write_records
+from ..measure.contest import Setting
+from ..measure.models import ModelPair
+from ..measure.records import source
+from ..measure.results import Measured, merge, records_of
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars, training_curves
+from .progress import Progress
 from .status import INTERRUPTED
 from .train import stopping_at_once
 
-_REPETITIONS = 9
-_DECODED = 32  # tokens of a timed generation
+_ROUNDS = 7
+_BATCH = 4  # sequences of the timed forward pass
+_PROMPT_TOKENS, _NEW_TOKENS = 16, 32  # of the timed generation
+_PROFILED = 8192  # tokens
+_BLOCK_REPETITIONS = 9
 _PROMPT = "def read_file(path):\n    "
+_NAME = "demo"  # of the model in records
+_PENALTY, _NONE = "with penalty", "without"
+_PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """A run: its folder, settings, log lines and summary."""
+
+    folder: Path
+    config: Any
+    logs: list[dict]
+    summary: dict
+
+    @property
+    def figures(self) -> tuple[float, float]:
+        """Cross-entropy and active neurons per token: held-out, or training's if no text is held out."""
+        if self.summary["held_out_ce_loss"] is None:
+            return self.summary["train_ce_loss"], self.summary["nnz"]
+        return self.summary["held_out_ce_loss"], self.summary["held_out_nnz"]
 
 
 def run_demo(*, output: Path, overrides: list[str]) -> None:
-    """Train, plot, reload, check, time, generate; write everything to `output`."""
+    """Train, check, time, generate, report; write everything to `output`."""
     figure_class()  # raises before the work starts
-    from ..evaluation import load_model
-    from ..train.metrics import read_metrics
+    console = Console()
+    folder = _new_folder(output)
+
+    console.rule("1. Train it twice: with a mild L1 penalty, and without")
+    sparse, dense = _train_both(console, folder, overrides)
+    _show_training(console, sparse, dense)
+    (loss, active), (reference_loss, _) = sparse.figures, dense.figures
+    share = active / sparse.config.model.intermediate_size
+    training_curves(
+        {_PENALTY: sparse.logs, _NONE: dense.logs},
+        output / "training.png",
+        title=f"{share:.1%} of the neurons active, cross-entropy {loss / reference_loss - 1:+.1%}",
+        subtitle=f"Llama with ReLU, {sparse.summary['parameters'] / 1e6:.1f}M parameters, CPU; training text",
+        reference=_NONE,
+    )
+
+    console.rule("2. Is sparse as exact as dense?")
+    from ..reproduction.speed import held_out_batch, model_pair
+
+    pair = model_pair(sparse.folder, "float32", torch.device("cpu"))
+    length = min(sparse.config.data.sequence_length, sparse.config.model.positions)
+    tokens, _ = held_out_batch(sparse.config, (_BATCH, length))
+    _check(console, pair, tokens)
+
+    console.rule("3. Is it faster?")
+    speedups, records = _time(console, pair, tokens)
+    speedup_bars(
+        speedups,
+        output / "speedup.png",
+        title="The trained model, sparse over dense",
+        subtitle=f"CPU, float32, {share:.1%} of {sparse.config.model.intermediate_size:,} neurons active",
+    )
+    write_records(folder / "records.jsonl", records)
+
+    console.rule("4. What it writes")
+    _write_text(console, pair.sparse, sparse)
+
+    console.rule("5. Its report")
+    report = _report(console, pair.sparse, sparse, dense, folder, output)
+    found = {**sparse.summary, "without_penalty": dense.summary, "speedups": speedups}
+    write_json(output / "demo.json", found)
+    console.print(f"plots:  {output / 'training.png'}, {output / 'speedup.png'}", **_PLAIN)
+    console.print(f"model:  {sparse.folder / 'model'}", **_PLAIN)
+    console.print(f"report: {report} (open it in a browser)", **_PLAIN)
+
+
+def _new_folder(output: Path) -> Path:
+    """A new folder name for the runs: running the demo again deletes nothing."""
+    make_folder(output, "output")
+    return next(run for number in count(1) if not (run := output / f"run-{number}").exists())
+
+
+def _train_both(console: Console, folder: Path, overrides: list[str]) -> tuple[_Trained, _Trained]:
     from ..train.presets import preset
-    from ..train.run import train
-    from ..train.run_folder import METRICS
     from ..train.settings import run_config, with_overrides
 
-    console = Console()
-    run = _new_folder(output)
-    console.rule("1. train: Llama, ReLU, a mild L1 penalty, on the source of Python's standard library")
-    config = run_config(with_overrides(preset("tiny"), overrides))
+    settings = with_overrides(preset("demo"), overrides)
+    config = run_config(settings)
     if config.model.dense:
         reject(
             "model.activation",
             repr(config.model.activation),
             "relu | relu2 | fatrelu(T) | drelu: the demo is sparse",
         )
-    with stopping_at_once(run, console):
-        result = train(config, run, console=console)
+    without = run_config(with_overrides(settings, ["recipe.l1=0", "model.plan=dense"]))
+    make_folder(folder, "output")
+    return _train(console, config, folder / "sparse"), _train(console, without, folder / "dense")
+
+
+def _train(console: Console, config: Any, folder: Path) -> _Trained:
+    from ..train.metrics import read_metrics
+    from ..train.run import train
+    from ..train.run_folder import METRICS
+
+    with stopping_at_once(folder, console):
+        result = train(config, folder, console=console)
     if not result.finished:
-        console.print(f"Stopped. Resume with: twell train --resume {run}", highlight=False)
+        console.print(f"Stopped. Resume with: twell train --resume {folder}", **_PLAIN)
         raise typer.Exit(INTERRUPTED)
-    logs = [line for line in read_metrics(run / METRICS) if "ce_loss" in line]
-    _show_training(console, logs, result.summary)
-    subtitle = f"preset tiny, {result.summary['parameters'] / 1e6:.1f}M parameters, CPU"
-    training_curves(
-        {"tiny": logs},
-        output / "training.png",
-        title="The loss falls, the activations go out",
-        subtitle=subtitle,
-    )
-
-    console.rule("2. reload: is sparse as exact as dense?")
-    model, tokenizer = load_model(str(run))
-    tokens = _some_tokens(tokenizer, model)
-    _check(console, model, tokens)
-
-    console.rule("3. faster?")
-    speedups = _time(console, model, tokens)
-    nnz = result.summary[f"{_evaluated(result.summary)}nnz"]
-    active = nnz / model.config.intermediate_size
-    speedup_bars(
-        speedups,
-        output / "speedup.png",
-        title="The trained model, sparse over dense",
-        subtitle=f"CPU, fp32, {active:.1%} of {model.config.intermediate_size} neurons active per token",
-    )
-
-    console.rule("4. generate text")
-    with torch.inference_mode():
-        prompt = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False).input_ids
-        written = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=48,
-            do_sample=False,
-            repetition_penalty=1.2,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    console.print(tokenizer.decode(written[0]), markup=False, highlight=False)
-    found = result.summary | {"speedups": speedups}
-    write_json(output / "demo.json", found)
-    console.print(f"\nplots: {output / 'training.png'}, {output / 'speedup.png'}\nmodel: {run / 'model'}")
+    logs = [line for line in read_metrics(folder / METRICS) if "ce_loss" in line]
+    return _Trained(folder, config, logs, result.summary)
 
 
-def _new_folder(output: Path) -> Path:
-    """A new folder name for the run: running the demo again deletes nothing."""
-    make_folder(output, "output")
-    return next(run for number in count(1) if not (run := output / f"run-{number}").exists())
-
-
-def _show_training(console: Console, logs: list[dict], summary: dict) -> None:
-    from ..train.metrics import dead_of
-
-    table = Table("tokens", "cross-entropy", "active per token", "dead", "tokens/s")
-    rows = [logs[round(i * (len(logs) - 1) / 5)] for i in range(6)] if len(logs) > 6 else logs
-    for line in rows:
-        table.add_row(
-            f"{line['tokens']:,}",
-            f"{line['ce_loss']:.3f}",
-            f"{line['nnz']:.1f}",
-            dead_of(line).removeprefix("dead "),
-            f"{line['tokens_per_second']:,.0f}",
-        )
+def _show_training(console: Console, sparse: _Trained, dense: _Trained) -> None:
+    table = Table("tokens", "cross-entropy", "active per token", "without penalty", "active")
+    places = [round(i * (len(sparse.logs) - 1) / 5) for i in range(6)]
+    for place in dict.fromkeys(places):
+        cells = []
+        for line in (sparse.logs[place], dense.logs[place]):
+            cells += [f"{line['ce_loss']:.3f}", f"{line['nnz']:.1f}"]
+        table.add_row(f"{sparse.logs[place]['tokens']:,}", *cells)
     console.print(table)
-    prefix = _evaluated(summary)
-    text, loss = ("held-out", "held_out_ce_loss") if prefix else ("training", "train_ce_loss")
-    console.print(
-        f"{text}: cross-entropy {summary[loss]:.3f}, {summary[f'{prefix}nnz']:.1f} active neurons per token, "
-        f"{dead_of(summary, prefix)}",
-        highlight=False,
-    )
-
-
-def _evaluated(summary: dict) -> str:
-    """How the figures to show begin: held-out ones, or training's if no text is held out."""
-    return "" if summary["held_out_ce_loss"] is None else "held_out_"
-
-
-def _some_tokens(tokenizer, model) -> torch.Tensor:
-    """int64 [4, positions], from text that every machine has."""
-    text = Path(json.__file__).read_text()
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0]
-    length = min(model.config.max_position_embeddings, ids.numel() // 4)
-    return ids[: 4 * length].view(4, length)
-
-
-def _set_plan(model, plan: Plan | None) -> None:
-    from ..hf import sparse_mlps  # transformers takes seconds to import
-
-    for mlp in sparse_mlps(model):
-        mlp.plan = plan
+    held_out = sparse.summary["held_out_ce_loss"] is not None
+    neurons = sparse.config.model.intermediate_size
+    for name, run in ((_PENALTY, sparse), (_NONE, dense)):
+        loss, active = run.figures
+        console.print(
+            f"{'held-out' if held_out else 'training'} text, {name}: cross-entropy {loss:.3f}, "
+            f"{active:.1f} of {neurons:,} neurons active",
+            highlight=False,
+        )
 
 
 @torch.inference_mode()
-def _check(console: Console, model, tokens: torch.Tensor) -> None:
-    def logits(plan: Plan | None) -> torch.Tensor:
-        _set_plan(model, plan)
+def _check(console: Console, pair: ModelPair, tokens: Tensor) -> None:
+    """Logits against float64, as dense PyTorch computes them and on our paths."""
+    from ..hf import sparse_mlps
+
+    def logits(model: torch.nn.Module) -> Tensor:
         return model(input_ids=tokens, use_cache=False).logits
 
-    dense = logits(Plan(path="dense"))
-    # The rounding error of dense itself, for comparison.
-    exact = model.double()(input_ids=tokens, use_cache=False).logits
-    model.float()
+    dense = logits(pair.dense)
+    exact = logits(pair.dense.double())
+    pair.dense.float()
     dense_error = reference.relative_error(dense, exact)
-    table = Table("feed-forward", "error of the logits against float64", "same next token as dense")
-    table.add_row("dense", f"{dense_error:.1e}", "")
+    table = Table("feed-forward", "error of the logits", "same next token")
+    table.add_row("dense PyTorch", f"{dense_error:.1e}", "")
+    blocks = sparse_mlps(pair.sparse)
     for path in ("row", "auto"):
-        found = logits(Plan(path=path))
+        for block in blocks:
+            block.plan = Plan(path=path)
+        found = logits(pair.sparse)
         error = reference.relative_error(found, exact)
         same = (found.argmax(-1) == dense.argmax(-1)).double().mean().item()
         if not error <= 2 * dense_error + 1e-6:
             raise AssertionError(f"{path}: error {error:.1e}, dense has {dense_error:.1e}")
         table.add_row(path, f"{error:.1e}", f"{same:.2%}")
+    for block in blocks:
+        block.plan = None
     console.print(table)
+    console.print("Errors are against float64; tokens as dense PyTorch predicts them.", **_PLAIN)
+
+
+def _time(console: Console, pair: ModelPair, tokens: Tensor) -> tuple[dict[str, float], list[Record]]:
+    """Case -> times faster than dense, for a feed-forward block and for the whole model, and records of the
+    whole model, as `twell bench` makes them. Dense is transformers' own Llama with the same weights."""
+    from ..measure.inference import Batch, bench_forward, bench_generation
+
+    shown = Progress(console)
+    rows = [_timed_block(pair, tokens, shown)]
+    found: dict[tuple, Measured] = {}  # a contender is emitted again when more is known
+    setting = Setting(
+        device=torch.device("cpu"),
+        rounds=_ROUNDS,
+        memory=False,
+        emit=lambda measured: found.__setitem__(measured.key, measured),
+        say=shown.show,
+    )
+    batch = Batch(ids=tokens, origin="held-out text")
+    prompt = Batch(ids=tokens[:1, :_PROMPT_TOKENS], origin="held-out text")
+    try:
+        bench_forward(pair, _NAME, batch, ["dense-eager", "ours-eager"], setting, calibrated=False)
+        bench_generation(pair, _NAME, prompt, _NEW_TOKENS, ["dense-eager", "ours-captured"], setting)
+    finally:
+        shown.clear()
+    for workload, title in (
+        ("forward", f"whole model, {tokens.numel():,} tokens at once"),
+        ("generation", "whole model, token by token"),
+    ):
+        dense, ours = merge(one for one in found.values() if one.workload == workload)
+        rows.append((title, median(dense.seconds), median(ours.seconds), ours.gain.middle))
+    table = Table("", "dense", "sparse", "speed-up")
+    for title, theirs, mine, gain in rows:
+        table.add_row(title, f"{theirs * 1e3:.2f} ms", f"{mine * 1e3:.2f} ms", f"{gain:.2f}x")
+    console.print(table)
+    console.print("Dense is transformers' own Llama, the same weights, timed in turn.", **_PLAIN)
+    records = records_of("bench_inference", found.values(), source=source("cpu", None), seed=0)
+    return {title: gain for title, *_, gain in rows}, records
 
 
 @torch.inference_mode()
-def _time(console: Console, model, tokens: torch.Tensor) -> dict[str, float]:
-    """case -> times faster than dense, for the whole model and for a feed-forward block."""
+def _timed_block(pair: ModelPair, tokens: Tensor, shown: Progress) -> tuple[str, float, float, float]:
+    """(case, dense seconds, sparse seconds, gain) of the last block, on what it gets from `tokens`.
+
+    With one token, again and again, its active rows would stay in the cache: that says nothing.
+    """
     from ..hf import sparse_mlps
 
-    prompt = tokens[:1, :16]
-    inputs: list[torch.Tensor] = []
-    block = sparse_mlps(model)[-1]
-    hook = block.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().clone()))
-    model(input_ids=tokens, use_cache=False)
+    inputs: list[Tensor] = []
+    ours, stock = sparse_mlps(pair.sparse)[-1], pair.dense.model.layers[-1].mlp
+    hook = ours.register_forward_pre_hook(lambda module, args: inputs.append(args[0].detach().clone()))
+    pair.sparse(input_ids=tokens, use_cache=False)
     hook.remove()
     hidden = inputs[0]
+    title = f"feed-forward block, {tokens.numel():,} tokens at once"
+    shown.show(f"timing: {title}")
+    calls: dict[str, Callable[[], object]] = {"dense": lambda: stock(hidden), "sparse": lambda: ours(hidden)}
+    timings = compare(calls, warmup=3, repetitions=_BLOCK_REPETITIONS)
+    shown.clear()
+    dense, sparse = timings["dense"].median, timings["sparse"].median
+    return title, dense, sparse, dense / sparse
 
-    def decode() -> None:
-        model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=_DECODED,
-            min_new_tokens=_DECODED,
-            do_sample=False,
-            pad_token_id=0,
+
+@torch.inference_mode()
+def _write_text(console: Console, model: Any, run: _Trained) -> None:
+    from ..evaluation import load_tokenizer
+
+    tokenizer = load_tokenizer(str(run.folder))
+    torch.manual_seed(0)
+    prompt = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False).input_ids
+    written = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=48,
+        do_sample=True,
+        temperature=0.7,
+        top_k=20,
+        pad_token_id=tokenizer.eos_token_id,
+    )
+    console.print(tokenizer.decode(written[0]), markup=False, highlight=False)
+    read = run.logs[-1]["tokens"]
+    console.print(f"(It has read {read:,} tokens: the shape of code, no sense yet.)", **_PLAIN)
+
+
+def _report(
+    console: Console, model: Any, sparse: _Trained, dense: _Trained, folder: Path, output: Path
+) -> Path:
+    from ..evaluation import load_tokenizer
+    from ..profiling import profile_model
+    from ..report import make_report
+    from ..train.data import DataConfig
+    from ..train.data.sources import documents
+
+    with console.status("counting how its neurons behave"):
+        profile = profile_model(
+            model,
+            load_tokenizer(str(sparse.folder)),
+            documents(DataConfig(source=sparse.config.data.source)),
+            name=str(sparse.folder),
+            text=sparse.config.data.sources,
+            sequence_length=sparse.config.data.sequence_length,
+            max_tokens=_PROFILED,
+            repetitions=_BLOCK_REPETITIONS,
         )
-
-    cases: dict[str, Callable[[], object]] = {
-        f"feed-forward block, {hidden.shape[0] * hidden.shape[1]:,} tokens": lambda: block(hidden),
-        "feed-forward block, 1 token": lambda: block(hidden[0, -1:]),
-        f"whole model, {tokens.numel():,} tokens": lambda: model(input_ids=tokens, use_cache=False),
-        f"whole model, {_DECODED} tokens one by one": decode,
-    }
-    table = Table("", "dense", "sparse", "speed-up")
-    speedups = {}
-    for name, call in cases.items():
-        timings = _compare(model, call)
-        dense, ours = timings["dense"], timings["sparse"]
-        speedups[name] = dense.median / ours.median
-        table.add_row(
-            name, f"{dense.median * 1e3:.2f} ms", f"{ours.median * 1e3:.2f} ms", f"{speedups[name]:.2f}x"
-        )
-    console.print(table)
-    return speedups
-
-
-def _compare(model, call: Callable[[], object]) -> dict[str, Timing]:
-    def with_plan(plan: Plan | None) -> Callable[[], None]:
-        def timed() -> None:
-            _set_plan(model, plan)
-            call()
-
-        return timed
-
-    candidates = {"dense": with_plan(Plan(path="dense")), "sparse": with_plan(None)}
-    return compare(candidates, warmup=3, repetitions=_REPETITIONS)
+    with needs_space(str(folder)):
+        (folder / "profile").mkdir()
+        profile.save(folder / "profile" / "profile.json")
+    made = make_report([sparse.folder, dense.folder, folder / "profile", folder / "records.jsonl"])
+    path = output / "report.html"
+    write_atomically(path, made.html())
+    console.print(made.headline.claim or made.headline.title, **_PLAIN)
+    return path

@@ -93,6 +93,8 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
     for record in records:
         if record.unit != "s" or not (is_whole_model(record) or is_block(record)):
             continue
+        if record.details.get("doubtful"):  # it computes something else
+            continue
         name, value, low, high = gain_over_fastest(record)
         if value is None:
             continue

@@ -41,23 +41,24 @@ def measure_speed(
     if config.model.dense:
         return {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    ids, origin = _held_out(config, shape)
+    ids, origin = held_out_batch(config, shape)
     ids = ids.to(device)
     found: list[Measured] = []
     setting = Setting(
         device=device, rounds=_ROUNDS[device.type], memory=device.type == "cuda", emit=found.append, say=say
     )
     wide = config.train.precision if device.type == "cuda" else "float32"
-    pair = _pair(folder, wide, device)
+    pair = model_pair(folder, wide, device)
     bench_forward(pair, folder.name, Batch(ids=ids, origin=origin), _CONTENDERS, setting, calibrated=False)
     del pair
     # Weights in float32 and autocast, as in training.
-    trained = Trained(_pair(folder, "float32", device), _case(config, folder.name, ids, wide, device))
+    trained = Trained(model_pair(folder, "float32", device), _case(config, folder.name, ids, wide, device))
     bench_training(trained, False, _CONTENDERS, setting, ids)
     return {"tokens": ids.numel(), "device": device.type} | _figures(found)
 
 
-def _pair(folder: Path, dtype: str, device: torch.device) -> ModelPair:
+def model_pair(folder: Path, dtype: str, device: torch.device) -> ModelPair:
+    """A run's model beside the same weights in transformers' own class."""
     model, _ = load_model(str(folder), dtype=dtype, device=str(device))
     if model.config.sparsity_gated_mlp:
         return ModelPair(to_stock(model).to(device).eval(), model)
@@ -101,7 +102,7 @@ def _case(config: RunConfig, name: str, ids: Tensor, precision: str, device: tor
     )
 
 
-def _held_out(config: RunConfig, shape: tuple[int, int]) -> tuple[Tensor, str]:
+def held_out_batch(config: RunConfig, shape: tuple[int, int]) -> tuple[Tensor, str]:
     """Token ids [B, S], and where they come from; text that is too short is repeated."""
     data = prepare(config.data, quiet=True)
     source = data.train if data.held_out is None else data.held_out

@@ -23,6 +23,8 @@ from .._errors import reject
 from .._files import needs_space, write_atomically
 from .log_lines import END, place, read_metrics
 
+_WIDE = 150  # columns of a terminal where the bar has room beside all that it says
+
 # Reporters that transformers has and does not list: name -> the module they need.
 _UNLISTED = {"flyte": "flytekit", "azure_ml": "azureml"}
 
@@ -127,7 +129,7 @@ class ProgressBar(TrainerCallback):
             return
         columns = (
             TextColumn("training"),
-            BarColumn(),
+            BarColumn(bar_width=40 if self.console.width >= _WIDE else 6),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[status]}"),
@@ -150,10 +152,13 @@ class ProgressBar(TrainerCallback):
             self._say(f"step {state.global_step}: held-out cross-entropy {logs['eval_loss']:.4f}{sparse}")
         elif "ce_loss" in logs:
             rate = logs["tokens_per_second"]
-            status = f"cross-entropy {logs['ce_loss']:.3f}"
+            narrow = self.bar is not None and self.console.width < _WIDE
+            status = f"{'loss' if narrow else 'cross-entropy'} {logs['ce_loss']:.3f}"
             if "nnz" in logs:
-                status += f"  nnz {logs['nnz']:.1f}  {dead_of(logs)}"
-            status += f"  {rate:,.0f} tokens/s"
+                status += (
+                    f"  nnz {logs['nnz']:.1f}" if narrow else f"  nnz {logs['nnz']:.1f}  {dead_of(logs)}"
+                )
+            status += f"  {rate:,.0f} {'tok/s' if narrow else 'tokens/s'}"
             if self.bar is not None:
                 self.bar.update(self._task, status=status)
             else:
