@@ -16,7 +16,7 @@ CHROMIUM = shutil.which("chromium")
 WIDE, NARROW = 1200, 390
 PROBE = """
 <script>
-addEventListener("load", () => {
+function wakeTokens() {
   const tokens = [...document.querySelectorAll(".tokens button")];
   const woken = () => document.querySelector(".woken p").textContent;
   const before = woken();
@@ -27,15 +27,21 @@ addEventListener("load", () => {
   tokens[20].dispatchEvent(new PointerEvent("pointerover", { bubbles: true, pointerType: "mouse" }));
   const pointed = woken();
   document.querySelector(".woken .neuron").click();
-  const found = {
-    errors, before, focused, moved, pointed,
+  return {
+    before, focused, moved, pointed,
     same: document.querySelectorAll(".tokens .same").length,
+    columns: getComputedStyle(document.querySelector(".heat")).gridTemplateColumns.split(" ").length,
+  };
+}
+addEventListener("load", () => {
+  const found = {
+    ...(document.querySelector(".heat") ? wakeTokens() : {}),
+    errors,
     width: innerWidth,
     needed: document.documentElement.scrollWidth,
     paper: getComputedStyle(document.body).backgroundColor,
     plots: [...document.querySelectorAll("svg.chart")].map((svg) => [svg.clientWidth, svg.clientHeight]),
     stroke: getComputedStyle(document.querySelector("svg.chart .line")).stroke,
-    columns: getComputedStyle(document.querySelector(".heat")).gridTemplateColumns.split(" ").length,
     letters: [...document.querySelectorAll("svg.chart text")].map(
       (text) => text.getBoundingClientRect().right - text.ownerSVGElement.getBoundingClientRect().right),
   };

@@ -43,6 +43,7 @@ def test_everything_ran(results):
     for plot in ("sweep.png", "training.png", "speedup.png"):
         with Image.open(FOLDER / plot) as image:
             assert min(image.size) > 300
+    assert "1.188x" in (FOLDER / "report.html").read_text()
 
 
 def test_more_penalty_fewer_active_neurons(results):
@@ -72,6 +73,6 @@ def test_timed_models_compute_the_same(results):
             assert run["speed"] == {}
             continue
         assert run["speed"]["forward"]["difference"] < 1e-5  # of logits, in float32
-        assert run["speed"]["step"]["difference"] < 1e-2  # of losses: ours has 2e-5 L1 in it
+        assert run["speed"]["step"]["difference"] < 1e-5  # of blocks' outputs and gradients
         assert run["speed"]["forward"]["gain"] > 0
         assert run["speed"]["step"]["gain"] > 0

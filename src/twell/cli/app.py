@@ -269,7 +269,8 @@ def report(
     inputs: Annotated[
         list[Path],
         Argument(
-            help="Runs' folders, profiles (profile.json or its folder), .jsonl files of records, in any mix."
+            help="Runs' folders, profiles (profile.json or its folder), .jsonl files of records, in any mix; "
+            "or a reproduction's folder."
         ),
     ],
     out: Annotated[Path, Option(help="The page: one HTML file that needs nothing else.")] = Path(

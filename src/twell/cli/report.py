@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from .._errors import reject
-from .._files import needs_space, write_atomically
+from .._files import needs_space, read_json_object, write_atomically
 
+if TYPE_CHECKING:
+    from ..report import Report
+
+_RESULTS = "results.json"  # of a reproduction
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
+
+
+def _reproduction(path: Path) -> dict[str, Any] | None:
+    """What results.json of a reproduction holds, or its folder; None of anything else."""
+    file = path / _RESULTS if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return None
+    found = read_json_object(file) or {}
+    return found if {"scale", "experiments", "runs"} <= set(found) else None
+
+
+def _of_reproduction(results: dict[str, Any]) -> Report:
+    from ..reproduction.page import make_page
+    from ..reproduction.recipes import SCALES
+
+    if results["scale"] not in SCALES:
+        reject("input", f"a reproduction at scale {results['scale']!r}", f"{', '.join(SCALES)}")
+    try:
+        return make_page(results)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        return reject(
+            "input", f"a damaged file of a reproduction ({reason})", "one as `twell reproduce` writes"
+        )
 
 
 def run_report(*, inputs: list[Path], out: Path, markdown: Path | None) -> None:
@@ -24,7 +53,10 @@ def run_report(*, inputs: list[Path], out: Path, markdown: Path | None) -> None:
             reject(argument, str(path), "a file in a folder that exists")
         if any(path.exists() and path.samefile(given) for given in inputs if given.exists()):
             reject(argument, f"{path}, one of the inputs", "another file")
-    report = make_report(inputs)
+    results = [found for path in inputs if (found := _reproduction(path)) is not None]
+    if results and len(inputs) > 1:
+        reject("input", "a reproduction beside others", "a reproduction alone, or any of the others")
+    report = _of_reproduction(results[0]) if results else make_report(inputs)
     written = [out]
     write_atomically(out, report.html())
     if markdown is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import shlex
 import sys
@@ -44,7 +43,7 @@ def run_reproduce(
             f"{SCALES[scale].takes}",
             **_PLAIN,
         )
-    from ..reproduction.run import RUNS, reproduce  # after validation: it imports transformers
+    from ..reproduction.run import reproduce  # after validation: it imports transformers
 
     command = shlex.join(["twell", *sys.argv[1:]]) if "reproduce" in sys.argv[1:2] else ""
     try:
@@ -60,9 +59,6 @@ def run_reproduce(
         console.print("stopped; the same command continues", **_PLAIN)
         raise typer.Exit(INTERRUPTED)
     written = _write(outcome.results, folder, console)
-    trained = [folder / RUNS / name for name in chosen.runs if name not in outcome.failures]
-    if (page := _report(trained, folder)) is not None:
-        written.append(page)
     console.print(f"results: {', '.join(map(str, written))}", **_PLAIN)
     if outcome.failures:
         console.print(f"failed: {', '.join(outcome.failures)}; the same command tries again", **_PLAIN)
@@ -72,6 +68,7 @@ def run_reproduce(
 def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path]:
     """Show the tables; write them and the figures. The files."""
     from ..reproduction.figures import draw
+    from ..reproduction.page import make_page
     from ..reproduction.results import legend, markdown, tables, where
     from ..reproduction.run import RESULTS
 
@@ -86,21 +83,13 @@ def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path
         console.print(shown)
         console.print(" ".join(found.notes), end="\n\n", **_PLAIN)
     console.print(f"{legend(results)}\n{where(results)}", highlight=False, markup=False)
-    page = folder / "results.md"
+    page, report = folder / "results.md", folder / "report.html"
     write_atomically(page, markdown(results))
-    written = [folder / RESULTS, page]
+    write_atomically(report, make_page(results).html())
+    written = [folder / RESULTS, page, report]
     if importlib.util.find_spec("matplotlib") is None:
         console.print(
             f"no plots without matplotlib: {how_to_install('plot')}, then the same command", **_PLAIN
         )
         return written
     return written + draw(results, folder)
-
-
-def _report(runs: list[Path], folder: Path) -> Path | None:
-    """The page of `twell report` about finished runs; None in a twell that has no such command."""
-    if importlib.util.find_spec("twell.report") is None or not runs:
-        return None
-    page = folder / "report.html"
-    write_atomically(page, importlib.import_module("twell.report").make_report(runs).html())
-    return page

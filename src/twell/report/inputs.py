@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ACCEPTED = (
     "a run's folder (of `twell train`), a profile.json or its folder (of `twell profile`), "
-    "or a .jsonl file of records (of `twell bench`)"
+    "a .jsonl file of records (of `twell bench`), or a reproduction's folder alone (of `twell reproduce`)"
 )
 PROFILE = "profile.json"
 
