@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers")
 
@@ -11,7 +12,7 @@ from twell.measure.contest import Setting
 from twell.measure.inference import Batch, bench_forward
 from twell.measure.models import ModelSize, build_pair, decoder_layers
 from twell.measure.results import Measured, records_of
-from twell.measure.training import TrainingCase, bench_training
+from twell.measure.training import TrainingCase, _gradient, bench_training
 
 SIZE = ModelSize(hidden=64, neurons=256, layers=2, vocabulary=100, positions=64, nnz=6)
 CONTENDERS = ["dense-eager", "ours-eager"]
@@ -97,3 +98,18 @@ def test_errors_are_of_gradients_too():
         block.register_full_backward_pre_hook(lambda module, grads: tuple(1.01 * one for one in grads))
 
     assert trained_with(scaled_gradient).doubtful == ["ours-eager"]
+
+
+def test_a_neuron_on_its_threshold_is_no_error():
+    """Both ways to round are right; its gradient is there or not."""
+    torch.manual_seed(0)
+    gate, up, down = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+    x = torch.randn(5, 8)
+    with torch.no_grad():  # token 2 is next to the threshold of neuron 7
+        gate.weight[7] -= x[2] * (x[2] @ gate.weight[7]) / x[2].square().sum()
+        assert gate(x)[2, 7].abs() < 1e-6
+    block = nn.Module()
+    block.gate_proj, block.up_proj, block.down_proj = gate, up, down
+    clear = _gradient(block, x, told_apart=True)
+    assert clear.any(-1).tolist() == [True, True, False, True, True]
+    assert _gradient(block, x, told_apart=False).any(-1).all()

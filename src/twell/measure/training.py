@@ -248,10 +248,12 @@ def _compare_blocks(trained: Trained, ids: Tensor, running: list[Contender], set
     autocast = trained.case.precision == "mixed"
     try:
         for place, x in zip(places, _inputs(trained.pair.dense, places, ids), strict=True):
-            exact = _computed(copy.deepcopy(dense[place].mlp).float(), x.float())
+            wide = copy.deepcopy(dense[place].mlp).float()
+            grad_y = _gradient(wide, x.float(), told_apart=trained.case.precision == "float32")
+            exact = _computed(wide, x.float(), grad_y)
             for kind, layer in (("dense", dense[place]), ("ours", sparse[place])):
                 with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                    found = _computed(layer.mlp, x)
+                    found = _computed(layer.mlp, x, grad_y)
                 found_errors = [reference.relative_error(found[name], exact[name]) for name in exact]
                 errors[kind] = torch.tensor([errors[kind], *found_errors]).max().item()  # NaN wins
             del exact, found
@@ -281,16 +283,33 @@ def _inputs(model: nn.Module, places: list[int], ids: Tensor) -> list[Tensor]:
     return found
 
 
-def _computed(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of a block, for a fixed gradient of the output."""
+@torch.no_grad()
+def _gradient(block: nn.Module, x: Tensor, *, told_apart: bool) -> Tensor:
+    """A gradient of the output, for a dense block in float32.
+
+    told_apart:  0 for tokens with a neuron next to its threshold. Two ways to round may disagree on whether
+                 it fires, and its gradient is then there or not. In 16 bits that is so for every token, and
+                 for dense PyTorch too.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    tokens = x[..., 0].numel()
+    features = torch.randn(x.shape[-1], generator=generator).to(x)
+    grad_y = features * torch.linspace(0.5, 1.5, tokens).view(*x.shape[:-1], 1).to(x)
+    if not told_apart:
+        return grad_y
+    selector = getattr(block, "gate_proj", None) or block.up_proj
+    size = x.norm(dim=-1, keepdim=True) * selector.weight.norm(dim=1)
+    near = (selector(x).abs() <= 8 * torch.finfo(x.dtype).eps * size).any(-1, keepdim=True)
+    return grad_y.masked_fill(near, 0)
+
+
+def _computed(block: nn.Module, x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
+    """Output and gradients of a block."""
     weights = dict(block.named_parameters())
     x = x.detach().requires_grad_()
     with torch.enable_grad():
         y = block(x)
-        generator = torch.Generator("cpu").manual_seed(0)
-        grad_y = torch.randn(y.shape[-1], generator=generator).to(y)  # the same for every token
-        grad_y = grad_y * torch.linspace(0.5, 1.5, y[..., 0].numel()).view(*y.shape[:-1], 1).to(y)
-        grads = torch.autograd.grad(y, [x, *weights.values()], grad_y)
+        grads = torch.autograd.grad(y, [x, *weights.values()], grad_y.to(y))
     return {"y": y.detach(), "x": grads[0], **dict(zip(weights, grads[1:], strict=True))}
 
 
