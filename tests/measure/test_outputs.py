@@ -110,6 +110,6 @@ def test_a_neuron_on_its_threshold_is_no_error():
         assert gate(x)[2, 7].abs() < 1e-6
     block = nn.Module()
     block.gate_proj, block.up_proj, block.down_proj = gate, up, down
-    clear = _gradient(block, x, told_apart=True)
+    clear = _gradient(block, x, torch.float32, told_apart=True)
     assert clear.any(-1).tolist() == [True, True, False, True, True]
-    assert _gradient(block, x, told_apart=False).any(-1).all()
+    assert _gradient(block, x, torch.float32, told_apart=False).any(-1).all()

@@ -118,7 +118,7 @@ def _notes(group: list[Merged]) -> list[str]:
         )
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
-            "difference: the largest relative error, against float32, of some blocks' outputs and gradients; "
+            "difference: the largest relative error, against a wider dtype, of some blocks' outputs and gradients; "
             f"losses: {_losses(group)} (ours has the L1 term in it)"
         )
     for one in group:

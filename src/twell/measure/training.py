@@ -227,7 +227,7 @@ def bench_training(
                 contender.own_bytes = trained.own_bytes(one)
                 contender.details["loss"] = contender.call().item()
             running.append(contender)
-        setting.say(f"{workload.title}: comparing blocks with float32")
+        setting.say(f"{workload.title}: comparing blocks")
         _compare_blocks(trained, ids, running, setting)
         run_contest(running, workload, setting)
     running.clear()
@@ -235,8 +235,8 @@ def bench_training(
 
 
 def _compare_blocks(trained: Trained, ids: Tensor, running: list[Contender], setting: Setting) -> None:
-    """The largest relative error, against float32, of what some blocks compute in training on their real
-    input: the output, the gradients of the input and of each weight.
+    """The largest relative error, against float32 (of float32: float64), of what some blocks compute in
+    training on their real input: the output, the gradients of the input and of each weight.
 
     Whole models would show less: in 16 bits their gradients differ by a tenth from rounding alone, and the
     loss of random tokens hardly depends on the blocks. Compiled dense contenders have no block of their own:
@@ -246,11 +246,12 @@ def _compare_blocks(trained: Trained, ids: Tensor, running: list[Contender], set
     places = sorted({0, len(dense) // 2, len(dense) - 1})
     errors = {"dense": 0.0, "ours": 0.0}
     autocast = trained.case.precision == "mixed"
+    wider = torch.float64 if trained.case.precision == "float32" else torch.float32
     try:
         for place, x in zip(places, _inputs(trained.pair.dense, places, ids), strict=True):
-            wide = copy.deepcopy(dense[place].mlp).float()
-            grad_y = _gradient(wide, x.float(), told_apart=trained.case.precision == "float32")
-            exact = _computed(wide, x.float(), grad_y)
+            wide = copy.deepcopy(dense[place].mlp).to(wider)
+            grad_y = _gradient(wide, x.to(wider), x.dtype, told_apart=wider == torch.float64)
+            exact = _computed(wide, x.to(wider), grad_y)
             for kind, layer in (("dense", dense[place]), ("ours", sparse[place])):
                 with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
                     found = _computed(layer.mlp, x, grad_y)
@@ -259,7 +260,7 @@ def _compare_blocks(trained: Trained, ids: Tensor, running: list[Contender], set
             del exact, found
             setting.release()
     except torch.OutOfMemoryError:
-        setting.say(f"{NOTE}blocks are not compared with float32: that does not fit")
+        setting.say(f"{NOTE}blocks are not compared: that does not fit")
         setting.release()
         return
     for one in running:
@@ -284,8 +285,8 @@ def _inputs(model: nn.Module, places: list[int], ids: Tensor) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _gradient(block: nn.Module, x: Tensor, *, told_apart: bool) -> Tensor:
-    """A gradient of the output, for a dense block in float32.
+def _gradient(block: nn.Module, x: Tensor, dtype: torch.dtype, *, told_apart: bool) -> Tensor:
+    """A gradient of the output of a dense block, which others compute in `dtype`.
 
     told_apart:  0 for tokens with a neuron next to its threshold. Two ways to round may disagree on whether
                  it fires, and its gradient is then there or not. In 16 bits that is so for every token, and
@@ -299,7 +300,7 @@ def _gradient(block: nn.Module, x: Tensor, *, told_apart: bool) -> Tensor:
         return grad_y
     selector = getattr(block, "gate_proj", None) or block.up_proj
     size = x.norm(dim=-1, keepdim=True) * selector.weight.norm(dim=1)
-    near = (selector(x).abs() <= 8 * torch.finfo(x.dtype).eps * size).any(-1, keepdim=True)
+    near = (selector(x).abs() <= 8 * torch.finfo(dtype).eps * size).any(-1, keepdim=True)
     return grad_y.masked_fill(near, 0)
 
 

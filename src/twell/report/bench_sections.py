@@ -140,7 +140,9 @@ def _legend(group: list[Record]) -> str:
         against = "the same model in float32" if group[0].details.get("against_float32") else "dense eager"
         parts.append(f"Difference: largest of a logit from {against}, over the largest logit.")
     if any("block_error" in r.details for r in group):
-        parts.append("Error of blocks: of their outputs and gradients, against float32, the largest of some.")
+        parts.append(
+            "Error of blocks: of their outputs and gradients, against a wider dtype, the largest of some."
+        )
     for record in group:
         if record.details.get("doubtful"):
             parts.append(f"{contender(record)} computes something else: its speed means nothing.")
