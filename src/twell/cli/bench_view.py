@@ -118,8 +118,8 @@ def _notes(group: list[Merged]) -> list[str]:
         )
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
-            "difference: the largest relative error, against a wider dtype, of some blocks' outputs and gradients; "
-            f"losses: {_losses(group)} (ours has the L1 term in it)"
+            "difference: the largest relative error of some blocks' outputs and gradients, against a wider "
+            f"dtype; losses: {_losses(group)} (ours has the L1 term in it)"
         )
     for one in group:
         if one.detail("doubtful"):

@@ -51,7 +51,7 @@ PRECISIONS = ("bfloat16", "mixed", "float32")
 L1 = 2e-5
 _MARGIN = 0.92  # of free memory: what the allocator cannot use
 _DOUBTFUL, _ROUNDED = 3.0, 1e-5  # errors beyond so many times dense eager's, and this, are no rounding
-_NO_CHANGE = 1e-9  # learning rate: the optimiser works in full, and weights keep their sparsity
+_NO_CHANGE = 0.0  # learning rate: the optimiser works in full, and all contenders keep the same weights
 
 
 @dataclass(frozen=True, kw_only=True)
