@@ -16,10 +16,9 @@ from torch.nn.functional import linear
 from ._errors import reject
 from ._html import table
 from .activations import Activation
+from .block_table import state_of
 from .functional import run_ffn
-from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
-from .problem import PLAIN
 from .shares import active_neurons, run_observed
 from .sparsify.blocks import named_blocks
 
@@ -222,17 +221,6 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
         gain,
         reason,
     )
-
-
-def state_of(mlp: SparseMLP) -> LayerState | None:
-    """The block's state or the one that a compiled graph keeps for its weights: whichever ran last."""
-    states = [mlp._layer]
-    weights = mlp._plain_weights()
-    selector = None if weights is None else weights[0] if weights[2] is None else weights[2]
-    if type(selector) in PLAIN:
-        states.append(known_layer(selector))
-    called = [state for state in states if state is not None and "forward" in state.ran]
-    return max(called, key=lambda state: state.ran["forward"].order, default=None)
 
 
 def _cells(layer: ExplainedLayer) -> tuple[str, ...]:
