@@ -174,3 +174,9 @@ def test_second_derivatives_are_seen():
     x = torch.randn(3, 16, requires_grad=True)
     torch.autograd.grad(mlp(x).sum(), x, create_graph=True)
     assert twell.explain(mlp)[0].backward == "dense"
+
+
+def test_every_block_is_told_when_it_has_been_timed():
+    told = []
+    twell.explain(nn.Sequential(*model().values()), torch.randn(3, 16), progress=told.append)
+    assert told == ["0", "1"]

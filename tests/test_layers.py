@@ -25,6 +25,7 @@ LAYERS = [
     {"flops", "ops"},
     {"training_step"},
     {"functional"},
+    {"block_table"},
     {"nn"},
     {"sparsify"},
     {"pruning"},

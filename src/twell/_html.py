@@ -1,7 +1,8 @@
-"""Tables as HTML, with every text escaped: for reports, and for notebooks, which call `_repr_html_`."""
+"""Tables and images as HTML, with every text escaped: for reports and for notebooks (`_repr_html_`)."""
 
 from __future__ import annotations
 
+import base64
 import unicodedata
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -67,6 +68,12 @@ def table(
         '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
         f"<thead><tr>{cells('th', columns)}</tr></thead><tbody>{body}</tbody></table></div>{below}"
     )
+
+
+def image(png: bytes, description: str) -> str:
+    """An image that needs no file beside the page."""
+    data = base64.b64encode(png).decode()
+    return f'<img src="data:image/png;base64,{data}" alt="{escaped(description)}" style="max-width:760px">'
 
 
 def _wrapping(cell: str) -> str:

@@ -297,12 +297,14 @@ def evaluate_tasks(
     batch: int = 8,
     limit: int | None = None,
     missing: dict[str, str] | None = None,
+    say: Callable[[list[str]], None] | None = None,
 ) -> dict[str, float]:
     """task -> accuracy, through lm-eval; "paper" stands for the paper's seven tasks.
 
     include:  a folder of your own task definitions.
     limit:    examples per task; None runs all.
     missing:  takes the tasks that cannot be run, and why; None raises at the first.
+    say:      called with tasks that are about to run.
     Public tasks download their datasets.
     """
     try:
@@ -318,6 +320,8 @@ def evaluate_tasks(
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch)
 
     def run(names: list[str]) -> dict[str, float]:
+        if say is not None:
+            say(names)
         options = {"task_manager": manager, "limit": limit, "bootstrap_iters": 0}
         results = simple_evaluate(model=harness, tasks=names, **options)
         return {name: _accuracy(name, results["results"][name]) for name in names}

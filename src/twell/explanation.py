@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -15,10 +16,9 @@ from torch.nn.functional import linear
 from ._errors import reject
 from ._html import table
 from .activations import Activation
+from .block_table import state_of
 from .functional import run_ffn
-from .layer_state import LayerState, known_layer
 from .nn import SparseMLP
-from .problem import PLAIN
 from .shares import active_neurons, run_observed
 from .sparsify.blocks import named_blocks
 
@@ -87,7 +87,12 @@ class Explanation(list[ExplainedLayer]):
         return [[row[i] for i in kept] for row in rows]
 
 
-def explain(model: nn.Module, batch: Tensor | Mapping[str, Any] | Sequence[Any] | None = None) -> Explanation:
+def explain(
+    model: nn.Module,
+    batch: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
+    *,
+    progress: Callable[[str], None] | None = None,
+) -> Explanation:
     """What ran in every block of `model` that is ours, and why. Print the result for a table.
 
         twell.sparsify_(model)
@@ -99,13 +104,20 @@ def explain(model: nn.Module, batch: Tensor | Mapping[str, Any] | Sequence[Any] 
     batch:  what the model is called with, without gradients and in eval mode: a tensor, a mapping of keyword
             arguments or a sequence of arguments. Every block is then timed on the input that it gets, against
             dense PyTorch on the same weights; statistics are of the first 65,536 tokens.
+    progress:  called with the name of a block when it has been timed.
     """
     if not isinstance(model, nn.Module):
         reject("model", type(model).__name__, "a torch.nn.Module")
     blocks = named_blocks(model)
     observed = {name: _Observed() for name, _ in blocks}
+
+    def look(name: str, block: SparseMLP, inputs: tuple[Any, ...]) -> None:
+        observed[name].look(block, inputs)
+        if progress is not None:
+            progress(name)
+
     if batch is not None:
-        run_observed(model, batch, [(block, observed[name].look) for name, block in blocks])
+        run_observed(model, batch, [(block, partial(look, name)) for name, block in blocks])
     return Explanation(_explained(name, block, observed[name]) for name, block in blocks)
 
 
@@ -209,17 +221,6 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
         gain,
         reason,
     )
-
-
-def state_of(mlp: SparseMLP) -> LayerState | None:
-    """The block's state or the one that a compiled graph keeps for its weights: whichever ran last."""
-    states = [mlp._layer]
-    weights = mlp._plain_weights()
-    selector = None if weights is None else weights[0] if weights[2] is None else weights[2]
-    if type(selector) in PLAIN:
-        states.append(known_layer(selector))
-    called = [state for state in states if state is not None and "forward" in state.ran]
-    return max(called, key=lambda state: state.ran["forward"].order, default=None)
 
 
 def _cells(layer: ExplainedLayer) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ._errors import reject, require_positive_int
 from ._log import log_once
 from .activations import Activation
+from .block_table import block_html
 from .functional import FfnStats, run_ffn, stats_of
 from .layer_state import LayerState
 from .low_rank import Adapted, LowRank
@@ -280,6 +281,10 @@ class SparseMLP(nn.Module):
         kind = "gated" if self.gated else "non-gated"
         plan = "" if self.plan is None else f", plan={self.plan}"
         return f"{kind}, activation={self.activation.spec}{plan}"
+
+    def _repr_html_(self) -> str:
+        """In a notebook."""
+        return block_html(self)
 
     def __getstate__(self) -> dict[str, Any]:
         # The statistics may hang on an autograd graph, which neither copies nor pickles; a copy is a layer of

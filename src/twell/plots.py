@@ -1,10 +1,11 @@
-"""Plots speed-ups and training runs with matplotlib (the `plot` extra)."""
+"""Plots speed-ups, layers and training runs with matplotlib (the `plot` extra)."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 from ._errors import missing_extra
@@ -12,6 +13,11 @@ from ._errors import missing_extra
 INK = "#1f2933"
 MUTED = "#7b8794"
 _COLOURS = ("#2563eb", "#d97706", "#059669", "#9333ea", "#dc2626")
+_LONGEST_LINE = 95  # characters of a subtitle
+# Of figures by layer
+_MOST_TICKS = 20
+_MOST_TEXTS = 12  # beyond, the numbers above bars would touch
+_FEWEST_WIDE = 6
 
 
 def speedup_bars(
@@ -85,10 +91,7 @@ def training_curves(
     reference:  the run that others are held against, drawn in grey.
     """
     sparse = any("nnz" in line for lines in runs.values() for line in lines)
-    figure = figure_class()(figsize=(7.6, 6.2 if sparse else 3.8), dpi=144, layout="constrained")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    panels = figure.subplots(2 if sparse else 1, 1, sharex=True, squeeze=False)[:, 0]
-    panels[0].set_title(subtitle, loc="left", fontsize=9, color=MUTED)
+    figure, panels = _new_panels(title, subtitle, 6.2 if sparse else 3.8, 2 if sparse else 1)
     most = max((line["tokens"] for lines in runs.values() for line in lines), default=0)
     unit, name_of_unit = (1e6, "million") if most >= 1e6 else (1e3, "thousand")
     for axes, value, label in zip(
@@ -103,8 +106,6 @@ def training_curves(
                     colour, style = MUTED, "--"
                 axes.plot([t / unit for t in tokens], values, style, color=colour, linewidth=1.8, label=name)
         axes.set_ylabel(label, color=MUTED)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(colors=INK, labelsize=9)
     if sparse:
         panels[1].set_yscale("log")
         plain_ticks(panels[1].yaxis)
@@ -115,12 +116,7 @@ def training_curves(
 
 
 def new_figure(title: str, subtitle: str, *, height: float) -> tuple[Any, Any]:
-    figure = figure_class()(figsize=(7.6, height), dpi=144, layout="constrained")
-    axes = figure.add_subplot()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
-    axes.set_title(subtitle, loc="left", fontsize=9, color=MUTED)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=9)
+    figure, (axes,) = _new_panels(title, subtitle, height, 1)
     return figure, axes
 
 
@@ -135,6 +131,20 @@ def plain_ticks(axis: Any, suffix: str = "") -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
+def _new_panels(title: str, subtitle: str, height: float, count: int) -> tuple[Any, Sequence[Any]]:
+    """Axes below one another, that share x."""
+    figure = figure_class()(figsize=(7.6, height), dpi=144, layout="constrained")
+    panels = figure.subplots(count, 1, sharex=True, squeeze=False)[:, 0]
+    # A model's name may have dollar signs, which are no mathematics.
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
+    below = fill(subtitle, _LONGEST_LINE)
+    panels[0].set_title(below, loc="left", fontsize=9, color=MUTED, parse_math=False)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK, labelsize=9)
+    return figure, panels
+
+
 def save_figure(figure: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None) -> None:
     figure.savefig(path, metadata=dict(metadata or {}), facecolor="white")
 
@@ -146,3 +156,185 @@ def figure_class() -> type:
     except ImportError as error:
         raise missing_extra("plots need matplotlib", "plot") from error
     return Figure
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    try:
+        figure_class()
+    except ImportError:
+        return False
+    return True
+
+
+# By layer
+
+
+def layer_activity(
+    active: Sequence[float],
+    neurons: Sequence[int],
+    dead: Sequence[float],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+) -> None:
+    """Draw active neurons per token above the share of dead neurons, by layer.
+
+    neurons:  how many each layer has.
+    dead:     shares of them.
+    """
+    figure, (above, below) = _layer_panels(title, subtitle, len(active))
+    shares = [f"{count:.3g}\n({count / of:.1%})" for count, of in zip(active, neurons, strict=True)]
+    _bars(above, active, shares)
+    mean = sum(active) / len(active)
+    above.axhline(mean, color=MUTED, linewidth=1, linestyle="--")
+    above.set_ylabel(f"active per token\n(dashed: mean, {mean:.3g})", color=MUTED)
+    _bars(below, [100 * share for share in dead], [f"{share:.1%}" for share in dead], _COLOURS[1])
+    _percent(below.yaxis)
+    below.set_ylabel("dead neurons", color=MUTED)
+    save_figure(figure, path, None)
+
+
+def layer_gains(
+    active: Sequence[float | None],
+    gains: Sequence[float | None],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+) -> None:
+    """Draw the share of active neurons above the gain over dense, by layer; None where it is not known."""
+    figure, (above, below) = _layer_panels(title, subtitle, len(active))
+    texts = ["-" if share is None else f"{share:.1%}" for share in active]
+    _bars(above, [100 * (share or 0) for share in active], texts)
+    _percent(above.yaxis)
+    above.set_ylabel("active neurons", color=MUTED)
+    texts = ["-" if gain is None else f"{gain:.2f}x" for gain in gains]
+    _bars(below, [gain or 0 for gain in gains], texts, _COLOURS[2])
+    below.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    below.set_ylim(top=max(1.3, below.get_ylim()[1]))
+    below.set_ylabel("times faster than dense\n(dashed: dense PyTorch)", color=MUTED)
+    save_figure(figure, path, None)
+
+
+def layer_sizes(
+    before: Sequence[int],
+    after: Sequence[int],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+) -> None:
+    """Draw neurons before and after pruning, by layer."""
+    figure, (axes,) = _layer_panels(title, subtitle, len(before), count=1)
+    shares = [f"{kept:,}\n({kept / of:.0%})" for kept, of in zip(after, before, strict=True)]
+    _bars(axes, before, shares, "#d5dae1", label="before")
+    room = axes.get_ylim()
+    _bars(axes, after, (), label="after")
+    axes.set_ylim(room)
+    axes.set_ylabel("neurons", color=MUTED)
+    figure.legend(loc="outside lower right", frameon=False, labelcolor=INK, fontsize=8, ncols=2)
+    save_figure(figure, path, None)
+
+
+def _layer_panels(title: str, subtitle: str, layers: int, count: int = 2) -> tuple[Any, Sequence[Any]]:
+    figure, panels = _new_panels(title, subtitle, 1.4 + 2.2 * count, count)
+    panels[-1].set_xlim(-0.5, layers - 0.5)
+    panels[-1].set_xticks(range(0, layers, -(-layers // _MOST_TICKS)))
+    panels[-1].set_xlabel("layer", color=MUTED)
+    return figure, panels
+
+
+def _bars(
+    axes: Any, values: Sequence[float], texts: Sequence[str], colour: str = _COLOURS[0], label: str = ""
+) -> None:
+    """One per layer. texts: above the bars, where there is room."""
+    layers = len(values)
+    width = 0.7 * min(layers / _FEWEST_WIDE, 1)  # one layer's bar does not fill the figure
+    drawn = axes.bar(range(layers), values, width, color=colour, label=label or None)
+    if texts and layers <= _MOST_TEXTS:
+        around = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # lines may cross the numbers
+        axes.bar_label(drawn, texts, padding=3, color=INK, fontsize=8, bbox=around)
+    axes.set_ylim(0, (1.3 if layers <= _MOST_TEXTS else 1.1) * max(*values, 0) or 1)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+
+
+def _percent(axis: Any) -> None:
+    axis.set_major_formatter(lambda value, _: f"{value:g}%")
+
+
+# By share of active neurons or number of tokens
+
+
+def tuned_gains(
+    gains: Mapping[int, Mapping[float, float]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+) -> None:
+    """Draw a line per number of tokens: share of active neurons -> times faster than dense."""
+    figure, axes = new_figure(title, subtitle, height=4.6)
+    for colour, (tokens, points) in zip(_shades(len(gains)), gains.items(), strict=True):
+        shares, values = zip(*sorted(points.items()), strict=True)
+        label = f"{tokens:,} token{'s' if tokens > 1 else ''}"
+        axes.plot([100 * s for s in shares], values, color=colour, marker="o", markersize=4, label=label)
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    axes.set_xscale("log")
+    measured = sorted({100 * share for points in gains.values() for share in points})
+    _ticks(axes.xaxis, measured, "%")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("share of active neurons", color=MUTED)
+    axes.set_ylabel("times faster than dense (dashed: dense)", color=MUTED)
+    figure.legend(loc="outside right", frameon=False, labelcolor=INK, fontsize=8)
+    save_figure(figure, path, None)
+
+
+def tuned_limits(
+    limits: Mapping[str, Mapping[int, float]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+) -> None:
+    """Draw a line per name: number of tokens -> the share of active neurons up to which sparse pays.
+
+    Names that are equal up to a comma share a colour.
+    """
+    figure, axes = new_figure(title, subtitle, height=4.2)
+    kinds = list(dict.fromkeys(name.partition(",")[0] for name in limits))
+    for place, (name, points) in enumerate(limits.items()):
+        kind = name.partition(",")[0]
+        first = all(other.partition(",")[0] != kind for other in list(limits)[:place])
+        tokens, shares = zip(*sorted(points.items()), strict=True)
+        axes.plot(
+            tokens,
+            [100 * share for share in shares],
+            color=_COLOURS[kinds.index(kind) % len(_COLOURS)],
+            linestyle="-" if first else ":",
+            marker="o",
+            markersize=4,
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    _ticks(axes.xaxis, sorted({tokens for points in limits.values() for tokens in points}))
+    axes.set_ylim(bottom=0)
+    _percent(axes.yaxis)
+    axes.set_xlabel("tokens of a call, from", color=MUTED)
+    axes.set_ylabel("sparse up to this share of active neurons", color=MUTED)
+    figure.legend(loc="outside right", frameon=False, labelcolor=INK, fontsize=8)
+    save_figure(figure, path, None)
+
+
+def _ticks(axis: Any, places: Sequence[float], suffix: str = "") -> None:
+    """Ticks of a logarithmic axis at these places only, with plain numbers."""
+    axis.set_ticks(places, [f"{place:,g}{suffix}" for place in places])
+    axis.set_ticks([], minor=True)
+
+
+def _shades(count: int) -> list[Any]:
+    """From the first to the last."""
+    from matplotlib import colormaps
+
+    return [colormaps["viridis"](0.9 * index / max(count - 1, 1)) for index in range(count)]

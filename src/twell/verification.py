@@ -114,12 +114,15 @@ def verify_model(
     limit: int | None = None,
     batch: int = 8,
     progress: Callable[[int], None] | None = None,
+    say: Callable[[list[str]], None] | None = None,
 ) -> Verification:
     """Measure a sparse model and compare. What cannot be measured is named, and the rest is measured.
 
     documents:   text to count active neurons on; None leaves that out.
     tasks:       of lm-eval; none leaves them out. include: a folder of your own.
     limit:       examples per task: their accuracy is then shown and not judged against the paper's.
+    progress:    called with the number of tokens after every batch of text.
+    say:         called with tasks that are about to run.
     """
     profile, scores, missing = None, {}, {}
     if documents is not None:
@@ -134,7 +137,14 @@ def verify_model(
         failed: dict[str, str] = {}
         try:
             found = evaluate_tasks(
-                model, tokenizer, list(tasks), include=include, batch=batch, limit=limit, missing=failed
+                model,
+                tokenizer,
+                list(tasks),
+                include=include,
+                batch=batch,
+                limit=limit,
+                missing=failed,
+                say=say,
             )
             scores = {name: 100 * accuracy for name, accuracy in found.items()}
         except ImportError as error:

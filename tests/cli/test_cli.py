@@ -16,6 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import twell
+import twell.cli.tune
 from twell.backends import BACKENDS
 from twell.cli import main
 from twell.cli.app import MOST_NEURONS, app
@@ -72,6 +73,53 @@ def test_tune_on_a_cpu(options, rows, monkeypatch):
     output = run("tune", "--device", "cpu", *options).output
     assert output.count("12.5% active") == rows
     assert ("float64" in output) == (options == ())
+
+
+def test_limits_of_a_cpu_are_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr("twell.measure.tune.remeasure_form", lambda *arguments: None)
+    monkeypatch.setattr("twell.measure.tune.remeasure", lambda site: (site.tokens / 1000, True))
+    monkeypatch.setattr("twell.measure.tune.sparse_can_pay", lambda site: True)
+    drawn, steps = [], []
+    real = twell.cli.tune.tuned_limits
+
+    def draw(limits, *arguments, **options):
+        drawn.append(limits)
+        real(limits, *arguments, **options)
+
+    monkeypatch.setattr("twell.cli.tune.tuned_limits", draw)
+    monkeypatch.setattr("twell.cli.tune.Bar.reach", lambda self, done, total: steps.append((done, total)))
+    plot = tmp_path / "limits.png"
+    result = run("tune", "--device", "cpu", "--quick", "--plot", str(plot))
+    assert f"plot: {plot}" in result.output.splitlines()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    points = {tokens: tokens / 1000 for tokens in (1, 4, 16, 64, 256)}
+    assert drawn == [{"float32, by neuron": points, "bfloat16, by neuron": points}]
+    assert steps == [(place, len(steps)) for place in range(1, len(steps) + 1)]
+    assert len(steps) == 7 * 2 + 2 * 5  # forms of up to 64 tokens, then limits
+
+
+def test_gains_of_a_gpu_are_drawn(tmp_path, monkeypatch):
+    """With measurements that are made up."""
+
+    def tune(hidden, neurons, *, gated, tokens, repetitions, report):
+        for count in tokens:
+            report(count, 0.5, {share: 1 / (share + 0.5) for share in twell.cli.tune.SHARES})
+
+    properties = type("Properties", (), {"name": "made-up GPU"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr("twell.cli.tune.tune_gpu", tune)
+    drawn = []
+    monkeypatch.setattr(
+        "twell.cli.tune.tuned_gains", lambda gains, path, **words: drawn.append((gains, words))
+    )
+    monkeypatch.setenv("COLUMNS", "200")
+    run("tune", "--device", "cuda", "--quick", "--plot", str(tmp_path / "gains.png"))
+    [(gains, words)] = drawn
+    assert list(gains) == [1, 8, 64, 65, 1024, 8192]
+    assert gains[8][0.1] == pytest.approx(1 / 0.6)
+    assert words["subtitle"] == "made-up GPU, bfloat16, D 2048, H 5632, gated"
 
 
 def test_tuning_of_training_needs_a_gpu():

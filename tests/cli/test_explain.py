@@ -36,6 +36,33 @@ def test_every_block_has_a_row(saved, model, block):
     assert "192 tokens on the CPU" in done.output  # whole windows of 64
 
 
+def test_gains_are_drawn_and_every_block_is_counted(saved, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from twell import plots
+
+    root, corpus = saved
+    drawn, timed = [], []
+    real = plots.layer_gains
+
+    def draw(active, gains, *arguments, **options):
+        drawn.append((active, gains, options["subtitle"]))
+        real(active, gains, *arguments, **options)
+
+    monkeypatch.setattr(plots, "layer_gains", draw)
+    monkeypatch.setattr("twell.cli.explain.Bar.advance", lambda self, amount=1: timed.append(amount))
+    plot = tmp_path / "gains.png"
+    done = run(root / "ours", "--text", corpus, "--tokens", 200, "--plot", plot)
+    assert done.output.splitlines()[-1] == f"plot: {plot}"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert timed == [1, 1]
+    [(active, gains, subtitle)] = drawn
+    _, first, second, *_ = done.output.splitlines()
+    for row, share, gain in zip((first, second), active, gains, strict=True):
+        assert f"{share:.1%}" in row
+        assert f"{gain:.2f}x" in row
+    assert subtitle == "ours, 192 tokens on the CPU"
+
+
 def test_fewer_tokens_than_a_window(saved):
     root, corpus = saved
     assert "10 tokens on the CPU" in run(root / "ours", "--text", corpus, "--tokens", 10).output

@@ -54,6 +54,26 @@ def test_keeps_the_dtype_of_the_checkpoint(saved, tmp_path):
         assert max(model.config.neurons_per_layer()) < 32
 
 
+def test_sizes_are_drawn(saved, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from twell import plots
+
+    root, corpus = saved
+    drawn = []
+    real = plots.layer_sizes
+
+    def draw(before, after, *arguments, **options):
+        drawn.append((before, after))
+        real(before, after, *arguments, **options)
+
+    monkeypatch.setattr(plots, "layer_sizes", draw)
+    out, plot = tmp_path / "pruned", tmp_path / "sizes.png"
+    done = run("prune", root / "ours", "--text", corpus, "--out", out, "--tokens", 600, "--plot", plot)
+    assert done.output.splitlines()[-1] == f"plot: {plot}"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert drawn == [([64, 64], [32, 24])]
+
+
 def test_bad_input(saved, tmp_path):
     root, corpus = saved
     out = tmp_path / "out"

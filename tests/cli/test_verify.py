@@ -102,6 +102,40 @@ def test_figures_that_hold_pass(saved, task_folder, nnz, tmp_path):
     assert len(found["profile"]["layers"]) == 2
 
 
+def test_activity_is_drawn(saved, nnz, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from twell import plots
+
+    drawn = []
+    real = plots.layer_activity
+
+    def draw(active, *arguments, **options):
+        drawn.append(active)
+        real(active, *arguments, **options)
+
+    monkeypatch.setattr(plots, "layer_activity", draw)
+    root, corpus = saved
+    plot = tmp_path / "activity.png"
+    options = ("--text", corpus, "--tokens", TOKENS, "--skip", "tasks", "--expect", f"nnz={nnz}")
+    done = run(root / "ours", *options, "--plot", plot)
+    assert f"plot: {plot}" in done.output.splitlines()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sum(drawn[0]) / 2 == pytest.approx(nnz, rel=1e-4)
+
+
+def test_tasks_are_named_before_they_run(saved, task_folder):
+    from twell.evaluation import evaluate_tasks
+
+    model, tokenizer = load_model(str(saved[0] / "ours"))
+    said: list = []
+    tasks = ["all_right", "one_wrong", "no_data"]
+    evaluate_tasks(model, tokenizer, tasks, include=task_folder, missing={}, say=said.append)
+    assert said == [["all_right"], ["one_wrong"], ["no_data"]]
+    said.clear()
+    evaluate_tasks(model, tokenizer, tasks[:2], include=task_folder, say=said.append)
+    assert said == [tasks[:2]]
+
+
 def test_figures_that_do_not_hold_fail(saved, nnz):
     root, corpus = saved
     done = run(

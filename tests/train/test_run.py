@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from twell.shares import SIZES, stored_shares
 from twell.train import run as run_module
 from twell.train.model import build_model
 from twell.train.recipe import Recipe
-from twell.train.run import train
+from twell.train.run import RunResult, train
 
 from .runs import QUIET, logged, small_run, write_corpus
 
@@ -96,6 +97,18 @@ def test_what_a_run_leaves(whole, corpus):
     tokenizer = AutoTokenizer.from_pretrained(whole / "model")
     tokens = tokenizer("import torch", return_tensors="pt").input_ids
     assert model.generate(tokens, max_new_tokens=3, do_sample=False).shape[1] == tokens.shape[1] + 3
+
+
+def test_a_run_shows_itself_in_a_notebook(whole, corpus):
+    found = train(small_run(corpus), whole, resume=True, console=QUIET)
+    html = found._repr_html_()
+    assert f"{whole}: finished" in html
+    assert f">{found.summary['parameters']:,}<" in html
+    assert html.count("<table>") == 2
+    assert html.count('src="data:image/png;base64,') == (find_spec("matplotlib") is not None)
+    stopped = RunResult(folder=whole / "nowhere", finished=False, summary={"step": 7})._repr_html_()
+    assert "stopped; it can be resumed" in stopped
+    assert "0 lines, none of training" in stopped
 
 
 def test_eval_of_a_run_is_what_the_run_found(whole, tmp_path):

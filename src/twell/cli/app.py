@@ -15,6 +15,7 @@ from typer.core import TyperCommand
 from .bench_options import bench
 
 MOST_NEURONS = 65_535  # of row TwELL
+_ACTIVITY = "Draw active and dead neurons by layer to this PNG file."
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 app.add_typer(bench, name="bench")
 
@@ -89,11 +90,23 @@ def tune(
         bool, Option("--quick", help="GPU: fewer token counts, repetitions. CPU: fewer dtypes, one layout.")
     ] = False,
     training: Annotated[bool, Option("--training", help="Measure training steps instead; GPU only.")] = False,
+    plot: Annotated[
+        Path | None,
+        Option(help="Draw gains by share of active neurons (CPU: limits by tokens) to this PNG file."),
+    ] = None,
 ) -> None:
     """Measure where sparse beats dense on this machine and store the limits for automatic plans."""
     from .tune import run_tune
 
-    run_tune(device=device, hidden=hidden, neurons=neurons, gated=gated, quick=quick, training=training)
+    run_tune(
+        device=device,
+        hidden=hidden,
+        neurons=neurons,
+        gated=gated,
+        quick=quick,
+        training=training,
+        plot=plot,
+    )
 
 
 class _WithSettings(TyperCommand):
@@ -188,6 +201,7 @@ def evaluate(
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     verify: Annotated[bool, Option("--verify", help="Check the contents of a run's token files.")] = False,
+    plot: Annotated[Path | None, Option(help=_ACTIVITY)] = None,
 ) -> None:
     """Measure cross-entropy and sparsity on a run's held-out text or other text; run lm-eval tasks."""
     from .evaluate import run_eval
@@ -204,6 +218,7 @@ def evaluate(
         dtype=dtype,
         out=out,
         verify=verify,
+        plot=plot,
     )
 
 
@@ -221,12 +236,21 @@ def explain(
     save: Annotated[
         bool, Option("--save", help="Keep how active each layer is in the model's config.json, for vLLM.")
     ] = False,
+    plot: Annotated[
+        Path | None, Option(help="Draw active neurons and gains by layer to this PNG file.")
+    ] = None,
 ) -> None:
     """Show what every block of a model does on a text, why, and what it gains over dense PyTorch."""
     from .explain import run_explain
 
     run_explain(
-        model=model, text=text, tokens=tokens, sequence_length=sequence_length, dtype=dtype, save=save
+        model=model,
+        text=text,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        save=save,
+        plot=plot,
     )
 
 
@@ -313,6 +337,7 @@ def verify(
     limit: Annotated[int | None, Option(min=1, help="Examples per task, for a quick look.")] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
+    plot: Annotated[Path | None, Option(help=_ACTIVITY)] = None,
 ) -> None:
     """Compare a released checkpoint with published figures: active neurons per layer, accuracy on tasks."""
     from .verify import run_verify
@@ -330,6 +355,7 @@ def verify(
         limit=limit,
         dtype=dtype,
         out=out,
+        plot=plot,
     )
 
 
@@ -349,6 +375,9 @@ def prune(
     dtype: Annotated[
         str, Option(help="auto (saved as it was), float32, bfloat16 or float16 (saved as such).")
     ] = "auto",
+    plot: Annotated[
+        Path | None, Option(help="Draw neurons before and after by layer to this PNG file.")
+    ] = None,
 ) -> None:
     """Remove the neurons that do not fire on a text; save the model, compare it before and after."""
     from .prune import run_prune
@@ -362,6 +391,7 @@ def prune(
         sequence_length=sequence_length,
         batch=batch,
         dtype=dtype,
+        plot=plot,
     )
 
 

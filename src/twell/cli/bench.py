@@ -19,7 +19,7 @@ from ..measure.models import PRESETS
 from ..measure.processes import NOTE, Job, run_apart
 from ..measure.records import source
 from ..measure.results import Measured, merge, records_of
-from ..plots import figure_class, speedup_bars
+from ..plots import speedup_bars
 from . import bench_view
 from .bench_jobs import (
     DTYPES,
@@ -31,6 +31,7 @@ from .bench_jobs import (
     of_process,
     training_job,
 )
+from .plot_file import check_plot
 
 WORKLOADS = ("forward", "generation")
 _LONG = 5.0  # seconds from which on a step of the work stays on screen
@@ -222,8 +223,7 @@ def _run(
 ) -> None:
     gpu = options.device.startswith("cuda")
     count = processes or (2 if gpu else 1)
-    if plot is not None:
-        figure_class()  # raises before the work starts
+    check_plot(plot)
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(console.width, 120))
@@ -231,7 +231,7 @@ def _run(
         console.print(bench_view.ON_A_CPU, highlight=False, soft_wrap=True)
     collected = _Collected(what, options, out, commit)
     failure = None
-    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
         phase = _Phases(console, progress, task)

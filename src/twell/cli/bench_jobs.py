@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from ..measure.energy import PowerSource, idle_power, power_source
 from ..measure.models import ModelPair, build_pair, preset_size, require_room
 from ..measure.processes import NOTE, Emit, Say
 from ..measure.results import Measured
+from .plot_file import short_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -92,9 +92,9 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
     from ..measure.inference import FORWARD, GENERATION, Batch, bench_forward, bench_generation
 
     setting = _setting(options, emit, say)
-    say("building the models")
+    say("building the models" if options.preset is not None else f"loading {options.model}")
     pair, tokens = _built(options) if options.preset is not None else _loaded(options)
-    name = options.preset or _short_name(str(options.model))
+    name = options.preset or short_name(str(options.model))
     if "forward" in options.workloads:
         chosen = [one for one in FORWARD if one in options.contenders]
         for batch, sequence in options.shapes if chosen else ():
@@ -107,11 +107,6 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
         for batch in options.prompts if chosen else ():
             ids, origin = tokens(batch, options.prompt_length)
             bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
-
-
-def _short_name(model: str) -> str:
-    """A folder's own name: where it lies is nobody's business in a table."""
-    return Path(model).absolute().name if Path(model).exists() else model
 
 
 def _built(options: InferenceOptions):

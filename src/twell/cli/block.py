@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .. import reference
@@ -18,6 +17,7 @@ from ..nn import SparseMLP
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars
 from ..synthetic import SyntheticFfn, make_ffn
+from .progress import Bar
 
 _DECODE_TOKENS = (1, 8)
 _REPETITIONS = 15
@@ -129,13 +129,9 @@ def _time(console: Console, hidden: int, neurons: int, density: float, tokens: i
         FfnCase(tokens=count, hidden=hidden, neurons=neurons, nnz=density * neurons)
         for count in sorted({tokens, *_DECODE_TOKENS}, reverse=True)
     ]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("timing dense and sparse", total=len(cases) * _REPETITIONS)
+    with Bar(console, "timing dense and sparse", len(cases) * _REPETITIONS, "rounds") as bar:
         return [
-            compare_ffn(
-                case, {"auto": None}, repetitions=_REPETITIONS, progress=lambda: progress.advance(task)
-            )
+            compare_ffn(case, {"auto": None}, repetitions=_REPETITIONS, progress=bar.advance)
             for case in cases
         ]
 

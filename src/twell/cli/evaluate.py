@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .._errors import reject
 from .._files import write_json
+from .plot_file import check_plot, short_name
+from .progress import READING_TASKS, Bar, Progress, announce_tasks, showing
+
+if TYPE_CHECKING:
+    from ..evaluation import TextResult
+    from ..train.data.sequences import PackedDataset
+
+_PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 def run_eval(
@@ -28,6 +35,7 @@ def run_eval(
     dtype: str,
     out: Path | None,
     verify: bool = False,
+    plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import find_model
     from ..train.data import DataConfig
@@ -36,20 +44,23 @@ def run_eval(
         reject("out", str(out), "a new file in a folder that exists")
     if sequence_length is not None and not text:
         reject("--sequence-length", sequence_length, "with --text only: held-out text has the run's windows")
+    if plot is not None and tasks and not text:
+        reject("plot", f"{plot} with --tasks only", "--text with it: the plot shows what layers do on text")
+    check_plot(plot)
     find_model(model)
-    # Takes seconds, with transformers.
-    from ..evaluation import evaluate_tasks, evaluate_text, evaluate_windows, load_model
-    from ..train.data.sources import documents
-
-    held_out = None if text or tasks else _held_out_of(model, verify=verify)
     console = Console()
-    loaded, tokenizer = load_model(model, dtype=dtype)
+    with showing(console, f"loading {model}"):
+        from ..evaluation import evaluate_tasks, evaluate_text, evaluate_windows, load_model
+        from ..train.data.sources import documents
+    held_out = None if text or tasks else _held_out_of(model, verify=verify)  # has a bar of its own
+    with showing(console, f"loading {model}"):
+        loaded, tokenizer = load_model(model, dtype=dtype)
     found: dict[str, object] = {"model": model}
     if text or held_out is not None:
-        with progress_bar(console, max_tokens) as advance:
-            shared = {"batch": batch, "max_tokens": max_tokens, "progress": advance}
+        with Bar(console, "evaluating", _total(held_out, max_tokens)) as bar:
+            shared = {"batch": batch, "max_tokens": max_tokens, "progress": bar.advance}
             if held_out is not None:
-                result = evaluate_windows(loaded, held_out, **shared)
+                result = evaluate_windows(loaded, _windows(held_out), **shared)
             else:
                 source = documents(DataConfig(source=tuple(text)))
                 result = evaluate_text(loaded, tokenizer, source, sequence_length=sequence_length, **shared)
@@ -62,7 +73,18 @@ def run_eval(
         if result.l0:
             _show_layers(console, result)
     if tasks:
-        scores = evaluate_tasks(loaded, tokenizer, tasks, include=include, batch=batch, limit=limit)
+        progress = Progress(console)
+        progress.show(READING_TASKS)
+
+        def say(names: list[str]) -> None:
+            progress.clear()
+            announce_tasks(console, names)
+
+        try:
+            options = {"include": include, "batch": batch, "limit": limit, "say": say}
+            scores = evaluate_tasks(loaded, tokenizer, tasks, **options)
+        finally:
+            progress.clear()
         found |= {"tasks": scores, "mean_accuracy": sum(scores.values()) / len(scores)}
         table = Table("task", "accuracy")
         for name, score in (scores | {"mean": found["mean_accuracy"]}).items():
@@ -70,21 +92,23 @@ def run_eval(
         console.print(table)
     if out is not None:
         write_json(out, found)
+    if plot is not None:
+        _draw(console, result, model, plot)
 
 
-@contextmanager
-def progress_bar(
-    console: Console, total: int | None, what: str = "evaluating"
-) -> Iterator[Callable[[int], None]]:
-    """A progress bar, and the function that advances it by a number of tokens."""
-    columns = (what, BarColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda tokens: bar.advance(task, tokens)
+def _total(held_out: PackedDataset | None, max_tokens: int | None) -> int | None:
+    """Tokens to evaluate; None if that is not known: files would have to be tokenised first."""
+    if held_out is None:
+        return max_tokens
+    return held_out.tokens if max_tokens is None else min(held_out.tokens, max_tokens)
 
 
-def _held_out_of(folder: str, *, verify: bool) -> Iterator[list[int]]:
-    """The windows that a run has held out."""
+def _windows(dataset: PackedDataset) -> Iterator[list[int]]:
+    return (dataset[place]["input_ids"].tolist() for place in range(len(dataset)))
+
+
+def _held_out_of(folder: str, *, verify: bool) -> PackedDataset:
+    """What a run has held out."""
     from ..train.data import prepare
     from ..train.run_folder import CONFIG
     from ..train.settings import read_settings, run_config
@@ -95,10 +119,10 @@ def _held_out_of(folder: str, *, verify: bool) -> Iterator[list[int]]:
     dataset = prepare(run_config(read_settings(path)).data, verify=verify).held_out
     if dataset is None:
         reject("model", f"{folder}, a run that has held no text out", "--text PATH with it")
-    return (dataset[place]["input_ids"].tolist() for place in range(len(dataset)))
+    return dataset
 
 
-def _show_layers(console: Console, result) -> None:
+def _show_layers(console: Console, result: TextResult) -> None:
     table = Table("layer", "active per token", "of", "L1", f"dead in {result.tokens:,} tokens")
     for layer, values in enumerate(zip(result.l0, result.neurons, result.l1, result.silent, strict=True)):
         l0, neurons, l1, silent = values
@@ -108,3 +132,15 @@ def _show_layers(console: Console, result) -> None:
     l0, l1, silent = (sum(values) / len(values) for values in (result.l0, result.l1, result.silent))
     table.add_row("mean", f"{l0:.1f}", "", f"{l1:.3g}", f"{silent:.1%}")
     console.print(table)
+
+
+def _draw(console: Console, result: TextResult, model: str, plot: Path) -> None:
+    from ..plots import layer_activity
+
+    if not result.l0:
+        console.print("no plot: no block of this model has exact zeros", **_PLAIN)
+        return
+    subtitle = f"{short_name(model)}, {result.tokens:,} tokens, cross-entropy {result.cross_entropy:.4f}"
+    title = "Active neurons per token, and dead ones"
+    layer_activity(result.l0, result.neurons, result.silent, plot, title=title, subtitle=subtitle)
+    console.print(f"plot: {plot}", **_PLAIN)

@@ -5,15 +5,30 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from .._errors import reject
 from .._files import write_json
+from .plot_file import check_plot, short_name
+from .progress import Bar, showing
+
+if TYPE_CHECKING:
+    from ..explanation import Explanation
+
+_PLAIN = {"highlight": False, "soft_wrap": True}
 
 
 def run_explain(
-    *, model: str, text: list[str], tokens: int, sequence_length: int | None, dtype: str, save: bool = False
+    *,
+    model: str,
+    text: list[str],
+    tokens: int,
+    sequence_length: int | None,
+    dtype: str,
+    save: bool = False,
+    plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import MANIFEST, find_model
     from ..train.data import DataConfig
@@ -28,15 +43,18 @@ def run_explain(
             f"the checkpoint {folder}",
             "a finished run or another model: checkpoints stay as they are",
         )
+    check_plot(plot)
     source = DataConfig(source=tuple(text))
     documents(source)  # a missing file is named before anything is loaded
-    import torch  # these imports take seconds, with transformers
-
-    from .. import explain
-    from ..evaluation import load_model, require_sparse_blocks, text_windows
-
     console = Console()
-    loaded, tokenizer = load_model(model, dtype=dtype)
+    with showing(console, f"loading {model}"):
+        import torch
+
+        from .. import explain
+        from ..evaluation import load_model, require_sparse_blocks, text_windows
+        from ..sparsify.blocks import named_blocks
+
+        loaded, tokenizer = load_model(model, dtype=dtype)
     require_sparse_blocks(loaded)
     windows = text_windows(loaded, tokenizer, documents(source), sequence_length)
     first = next(windows, None)
@@ -45,21 +63,23 @@ def run_explain(
     more = islice(windows, max(tokens // len(first) - 1, 0))
     whole = [first, *(window for window in more if len(window) == len(first))]
     ids = torch.tensor(whole, device=loaded.device)[:, :tokens]
-    with console.status(f"running {ids.numel():,} tokens, and timing every block on them"):
-        explained = explain(loaded, {"input_ids": ids, "use_cache": False})
-    console.print(str(explained), highlight=False, soft_wrap=True)
+    with Bar(console, f"timing blocks on {ids.numel():,} tokens", len(named_blocks(loaded)), "blocks") as bar:
+        batch = {"input_ids": ids, "use_cache": False}
+        explained = explain(loaded, batch, progress=lambda _block: bar.advance())
+    console.print(str(explained), **_PLAIN)
     gains = [layer.gain for layer in explained if layer.gain is not None]
     if gains:
         share = sum(1 / gain for gain in gains) / len(gains)
         console.print(
             f"\n{ids.numel():,} tokens on {_place(loaded)}: a block takes {share:.0%} of dense PyTorch's "
             "time on average. 'at most' counts products only; 'union' is of 128 neighbouring tokens.",
-            highlight=False,
-            soft_wrap=True,
+            **_PLAIN,
         )
-
     if save:
         _save(loaded, ids, folder, console)
+    if plot is not None:
+        _draw(explained, f"{short_name(model)}, {ids.numel():,} tokens on {_place(loaded)}", plot)
+        console.print(f"plot: {plot}", markup=False, **_PLAIN)
 
 
 def _save(model: object, ids: object, folder: Path, console: Console) -> None:
@@ -71,7 +91,14 @@ def _save(model: object, ids: object, folder: Path, console: Console) -> None:
         reject("tokens", ids.numel(), f"at least {SIZES[-1]} tokens of text, to save how active layers are")
     path = folder / "config.json"
     write_json(path, {**json.loads(path.read_text()), FIELD: shares})
-    console.print(f"saved the shares of active neurons in {path}", highlight=False, soft_wrap=True)
+    console.print(f"saved the shares of active neurons in {path}", **_PLAIN)
+
+
+def _draw(explained: Explanation, subtitle: str, plot: Path) -> None:
+    from ..plots import layer_gains
+
+    active, gains = [layer.active for layer in explained], [layer.gain for layer in explained]
+    layer_gains(active, gains, plot, title="How active every block is, and what it gains", subtitle=subtitle)
 
 
 def _place(model: object) -> str:

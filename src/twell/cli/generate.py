@@ -175,7 +175,7 @@ def _pace(made: Sequence[int], seconds: float, start: float, stream: Stream) -> 
 
 def _sparse_share(model: Any, steps: int, ran: Sequence[Ran]) -> str:
     """Of the feed-forward calls. A captured step is recorded once: what was not is as the blocks ran last."""
-    from ..explanation import state_of
+    from ..block_table import state_of
     from ..sparsify.blocks import named_blocks
 
     blocks = [block for _, block in named_blocks(model)]

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .._errors import reject
 from .._files import needs_space
-from .evaluate import progress_bar
+from .progress import Bar, showing
 from .status import FAILED, INTERRUPTED
 
 if TYPE_CHECKING:
@@ -54,13 +54,20 @@ def run_profile(
     find_model(model)
     source = DataConfig(source=tuple(text))
     documents(source)  # a missing file, too
-    from ..evaluation import load_model, require_sparse_blocks  # take seconds, with transformers
-    from ..profiling.run import REPETITIONS, profile_model
-
     console = Console()
-    loaded, tokenizer = load_model(model, dtype=dtype)
+    with showing(console, f"loading {model}"):
+        from ..evaluation import load_model, require_sparse_blocks
+        from ..profiling.run import REPETITIONS, profile_model
+
+        loaded, tokenizer = load_model(model, dtype=dtype)
     require_sparse_blocks(loaded)
-    with progress_bar(console, tokens, "profiling") as advance, stopping_after_a_batch(console) as stop:
+    doing = "timing blocks, then counting" if speed else "counting"
+    with Bar(console, doing, tokens) as bar, stopping_after_a_batch(console) as stop:
+
+        def advance(count: int) -> None:
+            bar.show("counting")  # blocks are timed on the first batch
+            bar.advance(count)
+
         profile = profile_model(
             loaded,
             tokenizer,

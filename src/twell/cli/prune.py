@@ -6,14 +6,18 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from .._errors import reject
 from .._files import needs_space
-from .evaluate import progress_bar
+from .plot_file import check_plot, short_name
+from .progress import Bar, showing
+
+if TYPE_CHECKING:
+    from ..pruning import PruneReport
 
 _REPETITIONS = 7  # of the forward that is timed
 
@@ -28,6 +32,7 @@ def run_prune(
     sequence_length: int | None,
     batch: int,
     dtype: str,
+    plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import find_model
     from ..train.data import DataConfig
@@ -37,34 +42,39 @@ def run_prune(
         reject("out", str(out), "a folder that does not exist yet")
     if not out.absolute().parent.is_dir():
         reject("out", str(out), "a new folder in one that exists")
+    check_plot(plot)
     find_model(model)
     source = DataConfig(source=tuple(text))
     documents(source)  # a missing file is named before anything is loaded
-    from .. import prune_  # these imports take seconds, with transformers
-    from ..evaluation import TextResult, evaluate_windows, load_model, require_sparse_blocks, text_windows
-    from ..pruning.firing import counts_of, recorded_firing
-
     console = Console()
-    loaded, tokenizer = load_model(model, dtype=_computed_in(dtype, model))
+    with showing(console, f"loading {model}"):
+        from .. import prune_
+        from ..evaluation import TextResult, evaluate_windows, load_model, require_sparse_blocks, text_windows
+        from ..pruning.firing import counts_of, recorded_firing
+
+        loaded, tokenizer = load_model(model, dtype=_computed_in(dtype, model))
     require_sparse_blocks(loaded)
 
     def windows() -> Iterator[list[int]]:
         return text_windows(loaded, tokenizer, documents(source), sequence_length)
 
-    def evaluate(what: str) -> TextResult:
-        with progress_bar(console, tokens, what) as advance:
-            return evaluate_windows(loaded, windows(), batch=batch, max_tokens=tokens, progress=advance)
+    def evaluate(what: str, total: int | None) -> TextResult:
+        with Bar(console, what, total) as bar:
+            return evaluate_windows(loaded, windows(), batch=batch, max_tokens=tokens, progress=bar.advance)
 
     with recorded_firing(loaded) as recorded:
-        before = evaluate("counting")
+        before = evaluate("counting", tokens)
     first = next(windows())[:tokens]
-    speed = _tokens_per_second(loaded, first)
-    report = prune_(loaded, counts_of(recorded, "text"), min_fires=min_fires)
-    after = evaluate("checking")
+    with showing(console, "timing and pruning"):
+        speed = _tokens_per_second(loaded, first)
+        report = prune_(loaded, counts_of(recorded, "text"), min_fires=min_fires)
+    after = evaluate("checking", before.tokens)
+    with showing(console, "timing"):
+        speed_after = _tokens_per_second(loaded, first)
     console.print(str(report), highlight=False, soft_wrap=True)
     table = Table(f"on {before.tokens:,} tokens", "before", "after", "change")
     _add_row(table, "parameters", report.parameters_before, report.parameters_after)
-    _add_row(table, f"tokens/s, {len(first):,} at once", speed, _tokens_per_second(loaded, first))
+    _add_row(table, f"tokens/s, {len(first):,} at once", speed, speed_after)
     entropies = before.cross_entropy, after.cross_entropy
     table.add_row(
         "cross-entropy", *(f"{nats:.4f}" for nats in entropies), f"{entropies[1] - entropies[0]:+.4f}"
@@ -72,8 +82,21 @@ def run_prune(
     console.print(table)
     if dtype == "auto" and (stored := _stored_dtype(model)) is not None:
         loaded.to(stored)
-    _save(loaded, tokenizer, out)
+    with showing(console, f"saving {out}"):
+        _save(loaded, tokenizer, out)
     console.print(f"saved in {out}", highlight=False, soft_wrap=True)
+    if plot is not None:
+        _draw(report, f"{short_name(model)}, {before.tokens:,} tokens", plot)
+        console.print(f"plot: {plot}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _draw(report: PruneReport, subtitle: str, plot: Path) -> None:
+    from ..plots import layer_sizes
+
+    before, after = [block.before for block in report.blocks], [block.after for block in report.blocks]
+    left = f"{report.parameters_after / report.parameters_before:.1%} of the parameters are left"
+    title = "Neurons before and after pruning"
+    layer_sizes(before, after, plot, title=title, subtitle=f"{subtitle}; {left}")
 
 
 def _tokens_per_second(model: Any, window: list[int]) -> float:

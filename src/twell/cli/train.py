@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .._errors import reject
+from .plot_file import short_name
+from .progress import showing
 from .status import INTERRUPTED
 
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
@@ -50,9 +52,11 @@ def run_train(
             settings = without_sizes(settings)
         folder = out or Path("runs") / (preset or config.stem)
     settings = run_config(with_overrides(settings, overrides))
-    from ..train.run import train  # after validation: it imports transformers, which takes seconds
-
     console = Console()
+    with showing(console, "starting") if is_first() else nullcontext():
+        # After validation: they import transformers, which takes seconds.
+        from ..train.display import summary_rows
+        from ..train.run import train
     with stopping_at_once(folder, console):
         result = train(settings, folder, resume=resume is not None, verify=verify, console=console)
     if not is_first():
@@ -62,11 +66,13 @@ def run_train(
         console.print(f"stopped after step {step}; to continue: twell train --resume {folder}", **_PLAIN)
         raise typer.Exit(INTERRUPTED)
     table = Table("", "", show_header=False)
-    for name, value in result.summary.items():
-        if value is not None:
-            table.add_row(name, _shown(name, value))
+    rows = summary_rows(result.summary)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
     console.print(f"model: {folder / 'model'}", **_PLAIN)
+    if (plot := _draw(folder, dict(rows))) is not None:
+        console.print(f"plot: {plot}", **_PLAIN)
 
 
 @contextmanager
@@ -88,12 +94,16 @@ def stopping_at_once(folder: Path, console: Console) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _shown(name: str, value: float) -> str:
-    if name in ("dead", "held_out_dead"):
-        return f"{value:.1%}"
-    if isinstance(value, int) or value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
+def _draw(folder: Path, results: Mapping[str, str]) -> Path | None:
+    """The file with the training curves; None without matplotlib, or if nothing was logged."""
+    from ..train.display import draw_training
+    from ..train.log_lines import read_metrics
+    from ..train.run_folder import METRICS
+
+    path, lines = folder / "training.png", read_metrics(folder / METRICS)
+    known = [f"{results[name]} {name}" for name in ("parameters", "steps", "tokens") if name in results]
+    title = f"Training of {short_name(str(folder))}"
+    return path if draw_training(lines, path, title=title, subtitle=", ".join(known)) else None
 
 
 def show_settings() -> None:

@@ -12,10 +12,12 @@ from rich.table import Table
 
 from .._errors import reject
 from .._files import write_json
-from .evaluate import progress_bar
+from .plot_file import check_plot, short_name
+from .progress import READING_TASKS, Bar, announce_tasks, showing
 from .status import FAILED
 
 if TYPE_CHECKING:
+    from ..profiling import Profile
     from ..verification import Expected, Verification
 
 _FIGURES = ("nnz", "accuracy")
@@ -38,6 +40,7 @@ def run_verify(
     limit: int | None,
     dtype: str,
     out: Path | None,
+    plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import find_model
     from ..train.data import DataConfig
@@ -52,18 +55,28 @@ def run_verify(
         reject("--skip", "text and tasks", "one of them: something has to be measured")
     if out is not None and (out.exists() or not out.absolute().parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
+    if plot is not None and "text" in skip:
+        reject("plot", f"{plot} with --skip text", "text with it: the plot shows what layers do on text")
+    check_plot(plot)
     find_model(model)
-    from ..evaluation import PAPER_TASKS, load_model, require_sparse_blocks  # take seconds
-    from ..verification import verify_model
-
     source = DataConfig(source=tuple(text) or PAPER_CORPUS)
     documents(source)  # a missing file is named before anything is loaded
     console = Console()
-    loaded, tokenizer = load_model(model, dtype=dtype)
+    with showing(console, f"loading {model}"):
+        from ..evaluation import PAPER_TASKS, load_model, require_sparse_blocks
+        from ..verification import verify_model
+
+        loaded, tokenizer = load_model(model, dtype=dtype)
     require_sparse_blocks(loaded)
     expected = _expected(loaded.config, given, model)
     names = [name for task in tasks or ["paper"] for name in (PAPER_TASKS if task == "paper" else (task,))]
-    with progress_bar(console, None if "text" in skip else tokens, "verifying") as advance:
+    shown = (READING_TASKS, len(names), "tasks") if "text" in skip else ("counting", tokens)
+    with Bar(console, *shown) as bar:
+
+        def say(names: list[str]) -> None:
+            bar.clear()
+            announce_tasks(console, names)
+
         found = verify_model(
             loaded,
             tokenizer,
@@ -75,11 +88,15 @@ def run_verify(
             max_tokens=tokens,
             limit=limit,
             batch=batch,
-            progress=advance,
+            progress=bar.advance,
+            say=say,
         )
     _show(console, found)
     if out is not None:
         write_json(out, {"model": model, "passed": found.passed, **dataclasses.asdict(found)})
+    if plot is not None and found.profile is not None:
+        _draw(found.profile, f"{short_name(model)}, {found.profile.tokens:,} tokens", plot)
+        console.print(f"plot: {plot}", **_PLAIN)
     if not found.passed:
         raise typer.Exit(FAILED)
 
@@ -141,3 +158,14 @@ def _show(console: Console, found: Verification) -> None:
         console.print("incomplete: nothing that was measured failed", **_PLAIN)
     else:
         console.print("verified", **_PLAIN)
+
+
+def _draw(profile: Profile, subtitle: str, plot: Path) -> None:
+    from ..plots import layer_activity
+
+    active, neurons, dead = zip(
+        *((layer.nnz.mean, layer.neurons, layer.firing.dead / layer.neurons) for layer in profile.layers),
+        strict=True,
+    )
+    title = "Active neurons per token, and dead ones"
+    layer_activity(active, neurons, dead, plot, title=title, subtitle=subtitle)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ..explanation import state_of
+from ..block_table import state_of
 from ..nn import SparseMLP
 
 Result = TypeVar("Result")

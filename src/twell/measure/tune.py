@@ -224,25 +224,43 @@ def tune_cpu(
     gated: bool = True,
     quick: bool = False,
     report: Callable[[CpuLimits], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[CpuLimits]:
     """Limits of a block of this size wherever sparse execution may pay; stored for this CPU.
 
     quick:  float32 and bfloat16 in the layout of `SparseMLP` only; a plan measures the rest when it needs it.
     report: called with each limit as it is found.
+    progress: called after each measurement with how many are done, and how many there are.
     """
     found = []
     threads = torch.get_num_threads()
     layouts = (True,) if quick else (True, False)
-    for tokens in (1 << power for power in range(FEW_TOKENS.bit_length())):
-        remeasure_form(tokens, neurons, hidden, threads)
-        for transposed in layouts:
-            remeasure_form(tokens, hidden, neurons, threads, transposed)
-    for dtype, tokens, neuron_major in product(_QUICK_DTYPES if quick else DTYPES, PROBE_BUCKETS, layouts):
-        site = CpuSite(tokens, hidden, neurons, dtype, gated, neuron_major, threads)
-        if not sparse_can_pay(site):
-            continue  # dense at any limit
+    forms = [
+        form
+        for tokens in (1 << power for power in range(FEW_TOKENS.bit_length()))
+        for form in (
+            (tokens, neurons, hidden, threads),
+            *((tokens, hidden, neurons, threads, transposed) for transposed in layouts),
+        )
+    ]
+    sites = [
+        CpuSite(tokens, hidden, neurons, dtype, gated, neuron_major, threads)
+        for dtype, tokens, neuron_major in product(_QUICK_DTYPES if quick else DTYPES, PROBE_BUCKETS, layouts)
+    ]
+    sites = [site for site in sites if sparse_can_pay(site)]  # others run dense at any limit
+
+    def note(done: int) -> None:
+        if progress is not None:
+            progress(done, len(forms) + len(sites))
+
+    for done, form in enumerate(forms, 1):
+        remeasure_form(*form)
+        note(done)
+    for done, site in enumerate(sites, len(forms) + 1):
         row, block = remeasure(site)
-        found.append(CpuLimits(dtype, tokens, neuron_major, row, block if tokens >= MANY_TOKENS else None))
+        block = block if site.tokens >= MANY_TOKENS else None
+        found.append(CpuLimits(site.dtype, site.tokens, site.neuron_major_down, row, block))
         if report is not None:
             report(found[-1])
+        note(done)
     return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plots import INK, MUTED, figure_class, new_figure, save_figure
+from ..plots import INK, MUTED, figure_class, new_figure, plain_ticks, save_figure
 from .schema import LayerProfile, Profile
 
 _MAP = "viridis"
@@ -87,6 +87,8 @@ def _firing_rates(profile: Profile) -> Any:
     )
     axes.set_xscale("log")
     axes.set_yscale("log")
+    plain_ticks(axes.xaxis)
+    plain_ticks(axes.yaxis)
     axes.set_xlabel("neurons, from the busiest to the quietest", color=MUTED)
     axes.set_ylabel("share of tokens", color=MUTED)
     return figure
@@ -103,6 +105,7 @@ def _positions(profile: Profile) -> Any | None:
     title = "Active neurons by place in the sequence"
     figure, axes = _lines(profile, title, lambda layer: (starts, layer.nnz_by_position))
     axes.set_xscale("log")
+    plain_ticks(axes.xaxis)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("token of the sequence", color=MUTED)
     axes.set_ylabel("active neurons", color=MUTED)

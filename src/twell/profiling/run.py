@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .._errors import reject, require_int, require_positive_int
+from ..block_table import state_of
 from ..evaluation import check_ids, require_sparse_blocks, text_windows, window_length
-from ..explanation import state_of
 from ..measure.environment import hardware, versions
 from ..nn import SparseMLP
 from ..problem import Tensors, are_plain

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..plots import INK, MUTED, figure_class, save_figure, speedup_bars, training_curves
+from ..plots import INK, MUTED, figure_class, plain_ticks, save_figure, speedup_bars, training_curves
 from .paper import NEURONS, PAPER, Figures
 from .recipes import DENSE, SCALES, experiments_of, short
 from .results import where
@@ -84,7 +84,7 @@ def _active(axes: Any, runs: Mapping[str, Mapping[str, Any]], paper: Sequence[Fi
     stated = {place: 100 * one.nnz / NEURONS for place, one in enumerate(paper) if one.nnz and not one.below}
     _dots(axes, stated, MUTED, "the paper's 1.5B")
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    plain_ticks(axes.yaxis)
     axes.set_ylabel("active neurons per token, %", color=MUTED)
     axes.legend(frameon=False, labelcolor=INK)
 

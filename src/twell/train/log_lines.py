@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from .._log import log_once
+from .display import metrics_html
 
 END = "end"
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+class Metrics(list[dict[str, Any]]):
+    """Lines of a metrics file. A notebook shows some of them, and the training curves."""
+
+    def _repr_html_(self) -> str:
+        return metrics_html(self)
+
+
+def read_metrics(path: Path) -> Metrics:
     """The lines of a metrics file, one per step and kind; damaged lines are skipped and logged."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     bad = []
@@ -26,7 +34,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             found[place(line)] = line  # the last one wins: a resumed run wrote it
     if bad:
         log_once(f"{path}: skipped what cannot be read, line {', '.join(bad)}")
-    return list(found.values())
+    return Metrics(found.values())
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

@@ -35,6 +35,7 @@ from ..measure.records import source
 from .checkpoints import MODEL, newest_whole, set_aside_after, step_of
 from .config import RunConfig
 from .data import Prepared, prepare
+from .display import metrics_html, summary_html
 from .distributed import is_first
 from .metrics import MetricsFile, ProgressBar, check_reporters, read_metrics
 from .model import build_model, with_checkpoint
@@ -55,6 +56,12 @@ class RunResult:
     folder: Path
     finished: bool
     summary: dict[str, Any]
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the results, then some metrics and the training curves."""
+        state = "finished" if self.finished else "stopped; it can be resumed"
+        results = summary_html(self.summary, f"{self.folder}: {state}")
+        return results + metrics_html(read_metrics(self.folder / METRICS), self.folder.name)
 
 
 def train(
