@@ -73,7 +73,7 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
         {_PENALTY: sparse.logs, _NONE: dense.logs},
         output / "training.png",
         title=f"{share:.1%} of the neurons active, cross-entropy {loss / reference_loss - 1:+.1%}",
-        subtitle=f"Llama with ReLU, {sparse.summary['parameters'] / 1e6:.1f}M parameters, CPU; training text",
+        subtitle=f"Llama with ReLU, {sparse.summary['parameters'] / 1e6:.1f}M parameters; training text",
         reference=_NONE,
     )
 
