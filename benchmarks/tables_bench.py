@@ -46,6 +46,7 @@ def training(device: str = "cuda") -> str:
         ("layers", "checkpointing"),
         compared={
             "loss": lambda details: _number(details.get("loss"), ".5f"),
+            "hidden states": lambda details: _number(details.get("hidden_error"), ".0e"),
             "error of blocks": lambda details: _number(details.get("block_error"), ".0e"),
         },
     )

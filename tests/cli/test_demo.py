@@ -82,6 +82,15 @@ def test_the_demo_fits_a_terminal_of_80_columns(tmp_path, monkeypatch):
     assert sum(line.startswith("│") for line in drawn) == 6 + 3 + 3  # no cell takes a second line
 
 
+@pytest.mark.parametrize(
+    "settings", [("model.activation=drelu",), ("model.gated=false", "model.activation=relu2")]
+)
+def test_blocks_that_stock_classes_lack(tmp_path, settings):
+    """Dense is then a model with plain PyTorch blocks; the demo itself checks that both compute the same."""
+    result = demo(tmp_path / "out", *small(tmp_path, held_out=0.2), *settings)
+    assert result.exit_code == 0
+
+
 def test_a_demo_that_holds_nothing_out_shows_training(tmp_path):
     result = demo(tmp_path / "out", *small(tmp_path, held_out=0))
     assert result.exit_code == 0
@@ -89,6 +98,8 @@ def test_a_demo_that_holds_nothing_out_shows_training(tmp_path):
     assert found["held_out_nnz"] is None
     shown = " ".join(result.output.split())
     assert f"training text, with penalty: cross-entropy {found['train_ce_loss']:.3f}, " in shown
+    records = read_records(tmp_path / "out" / "run-1" / "records.jsonl")
+    assert {record.shape["text"] for record in records} == {"training text"}
 
 
 def test_a_file_in_the_place_of_the_output_folder(tmp_path):

@@ -58,6 +58,20 @@ def test_a_page_of_what_is_there(results, finished):
         assert page.headline.claim == "The run with the recommended penalty has not finished yet."
 
 
+def test_the_headline_claims_no_more_than_is_sure(results):
+    changed = copy.deepcopy(results)
+    run = changed["runs"]["lambda-2e-5"]
+    run["speed"]["forward"] |= {"gain": 1.03, "low": 0.9, "high": 1.1}
+    run["summary"] |= {"held_out_nnz": 0.0, "held_out_ce_loss": float("nan"), "dead": None}
+    claim = make_page(changed).headline.claim
+    assert claim == (
+        "With lambda 6e-4, 0% of the neurons are active; a forward pass is 1.03x as fast as dense eager, "
+        "which is no sure difference."
+    )
+    run["speed"] = {}
+    assert make_page(changed).headline.claim == "With lambda 6e-4, 0% of the neurons are active."
+
+
 def test_the_command_reads_the_file_and_the_folder(tmp_path, results):
     folder = tmp_path / "reproduction"
     folder.mkdir()
@@ -66,7 +80,7 @@ def test_the_command_reads_the_file_and_the_folder(tmp_path, results):
         out = tmp_path / "page.html"
         found = report(given, out=out)
         assert found.exit_code == 0
-        assert "With lambda 6e-4, 0.44% of the neurons are active" in found.output
+        assert "With lambda 6e-4, 0.44% of the neurons are active; cross-entropy is +0.6%;" in found.output
         assert out.read_text() == make_page(results).html()
 
 

@@ -50,6 +50,13 @@ def folder(tmp_path_factory):
     return root
 
 
+def begun(folder):
+    """The folder with what the first test trains, also where another worker ran that test."""
+    if not (folder / "out" / "results.json").exists():
+        assert reproduce(folder, "--experiments", "activation").exit_code == 0
+    return folder / "out"
+
+
 # In the process that is killed: SIGKILL, after the third step of the run named last on its command line.
 KILLED = """
 import os, signal, sys
@@ -104,7 +111,7 @@ def test_a_killed_reproduction_is_continued(folder):
 
 def test_more_experiments_in_the_same_folder_with_a_ctrl_c(folder, monkeypatch):
     """Tables hold what the runs' own files say, plots are there, speed is measured, nothing runs twice."""
-    out = folder / "out"
+    out = begun(folder)
     speed = (out / "runs" / "lambda-0" / "speed.json").read_text()
     with monkeypatch.context() as patch:
         disturbed(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
@@ -159,6 +166,7 @@ def test_a_run_that_diverges_does_not_end_the_others(folder):
 
 
 def test_the_folder_of_something_else_is_refused(folder):
+    begun(folder)
     with pytest.raises(ValueError, match="begun with other settings or another text"):
         reproduce(folder, "--experiments", "activation", "train.lr=1e-4")
     with pytest.raises(ValueError, match=r"^out: got .*corpus.*; accepted: a new or empty folder"):

@@ -111,15 +111,17 @@ def _notes(group: list[Merged]) -> list[str]:
     lines = []
     details = group[0].first.details
     if group[0].first.workload == "forward" and "against_float32" in details:
-        against = "the same model in float32" if details["against_float32"] else "dense eager"
+        wider = "float64" if group[0].first.shape["dtype"] == "float32" else "float32"
+        against = f"the same model in {wider}" if details["against_float32"] else "dense eager"
         lines.append(
             f"difference: the largest of a logit from {against}, relative to the largest logit; same tokens: "
             "as dense eager predicts next"
         )
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
-            "difference: the largest relative error of some blocks' outputs and gradients, against a wider "
-            f"dtype; losses: {_losses(group)} (ours has the L1 term in it)"
+            "difference: of the last hidden states from those of the same model in a wider dtype, relative; "
+            f"of some blocks' outputs and gradients: {_figures(group, 'block_error', '.1e')}; "
+            f"losses: {_figures(group, 'loss', '.5f')} (ours has the L1 term in it)"
         )
     for one in group:
         if one.detail("doubtful"):
@@ -134,9 +136,9 @@ def _notes(group: list[Merged]) -> list[str]:
     return lines
 
 
-def _losses(group: list[Merged]) -> str:
-    found = {one.first.contender: one.detail("loss") for one in group}
-    return ", ".join(f"{name} {loss:.5f}" for name, loss in found.items() if loss is not None)
+def _figures(group: list[Merged], detail: str, form: str) -> str:
+    found = {one.first.contender: one.detail(detail) for one in group}
+    return ", ".join(f"{name} {value:{form}}" for name, value in found.items() if value is not None)
 
 
 def _comparisons(group: list[Merged]) -> list[str]:

@@ -21,9 +21,10 @@ from .._errors import reject
 from .._files import make_folder, needs_space, write_atomically, write_json
 from ..measure import Record, compare, write_records
 from ..measure.contest import Setting
+from ..measure.inference import Batch, bench_forward, bench_generation
 from ..measure.models import ModelPair
 from ..measure.records import source
-from ..measure.results import Measured, merge, records_of
+from ..measure.results import Interval, Measured, merge, paired_gain, records_of
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars, training_curves
 from .progress import Progress
@@ -35,6 +36,7 @@ _BATCH = 4  # sequences of the timed forward pass
 _PROMPT_TOKENS, _NEW_TOKENS = 16, 32  # of the timed generation
 _PROFILED = 8192  # tokens
 _BLOCK_REPETITIONS = 9
+_NOISY = 1.5  # ends of an interval; on a quiet machine they are within 1.2 of each other
 _PROMPT = "def read_file(path):\n    "
 _NAME = "demo"  # of the model in records
 _PENALTY, _NONE = "with penalty", "without"
@@ -49,6 +51,11 @@ class _Trained:
     config: Any
     logs: list[dict]
     summary: dict
+
+    @property
+    def text(self) -> str:
+        """What `figures` are of."""
+        return "training" if self.summary["held_out_ce_loss"] is None else "held-out"
 
     @property
     def figures(self) -> tuple[float, float]:
@@ -73,7 +80,8 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
         {_PENALTY: sparse.logs, _NONE: dense.logs},
         output / "training.png",
         title=f"{share:.1%} of the neurons active, cross-entropy {loss / reference_loss - 1:+.1%}",
-        subtitle=f"Llama with ReLU, {sparse.summary['parameters'] / 1e6:.1f}M parameters; training text",
+        subtitle=f"Llama with ReLU, {sparse.summary['parameters'] / 1e6:.1f}M parameters. Title: "
+        f"{sparse.text} text; curves: training text",
         reference=_NONE,
     )
 
@@ -82,11 +90,11 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
     pair = model_pair(sparse.folder, "float32", torch.device("cpu"))
     length = min(sparse.config.data.sequence_length, sparse.config.model.positions)
-    tokens, _ = held_out_batch(sparse.config, (_BATCH, length))
+    tokens, origin = held_out_batch(sparse.config, (_BATCH, length))
     _check(console, pair, tokens)
 
     console.rule("3. Is it faster?")
-    speedups, records = _time(console, pair, tokens)
+    speedups, records = _time(console, pair, Batch(ids=tokens, origin=origin))
     speedup_bars(
         speedups,
         output / "speedup.png",
@@ -153,13 +161,11 @@ def _show_training(console: Console, sparse: _Trained, dense: _Trained) -> None:
             cells += [f"{line['ce_loss']:.3f}", f"{line['nnz']:.1f}"]
         table.add_row(f"{sparse.logs[place]['tokens']:,}", *cells)
     console.print(table)
-    held_out = sparse.summary["held_out_ce_loss"] is not None
     neurons = sparse.config.model.intermediate_size
     for name, run in ((_PENALTY, sparse), (_NONE, dense)):
         loss, active = run.figures
         console.print(
-            f"{'held-out' if held_out else 'training'} text, {name}: cross-entropy {loss:.3f}, "
-            f"{active:.1f} of {neurons:,} neurons active",
+            f"{run.text} text, {name}: cross-entropy {loss:.3f}, {active:.1f} of {neurons:,} neurons active",
             highlight=False,
         )
 
@@ -194,12 +200,10 @@ def _check(console: Console, pair: ModelPair, tokens: Tensor) -> None:
     console.print("Errors are against float64; tokens as dense PyTorch predicts them.", **_PLAIN)
 
 
-def _time(console: Console, pair: ModelPair, tokens: Tensor) -> tuple[dict[str, float], list[Record]]:
+def _time(console: Console, pair: ModelPair, batch: Batch) -> tuple[dict[str, float], list[Record]]:
     """Case -> times faster than dense, for a feed-forward block and for the whole model, and records of the
     whole model, as `twell bench` makes them. Dense is transformers' own Llama with the same weights."""
-    from ..measure.inference import Batch, bench_forward, bench_generation
-
-    shown = Progress(console)
+    shown, tokens = Progress(console), batch.ids
     rows = [_timed_block(pair, tokens, shown)]
     found: dict[tuple, Measured] = {}  # a contender is emitted again when more is known
     setting = Setting(
@@ -209,30 +213,37 @@ def _time(console: Console, pair: ModelPair, tokens: Tensor) -> tuple[dict[str, 
         emit=lambda measured: found.__setitem__(measured.key, measured),
         say=shown.show,
     )
-    batch = Batch(ids=tokens, origin="held-out text")
-    prompt = Batch(ids=tokens[:1, :_PROMPT_TOKENS], origin="held-out text")
+    prompt = Batch(ids=tokens[:1, :_PROMPT_TOKENS], origin=batch.origin)
     try:
         bench_forward(pair, _NAME, batch, ["dense-eager", "ours-eager"], setting, calibrated=False)
         bench_generation(pair, _NAME, prompt, _NEW_TOKENS, ["dense-eager", "ours-captured"], setting)
     finally:
         shown.clear()
     for workload, title in (
-        ("forward", f"whole model, {tokens.numel():,} tokens at once"),
-        ("generation", "whole model, token by token"),
+        ("forward", f"model, {tokens.numel():,} tokens at once"),
+        ("generation", "model, token by token"),
     ):
         dense, ours = merge(one for one in found.values() if one.workload == workload)
-        rows.append((title, median(dense.seconds), median(ours.seconds), ours.gain.middle))
-    table = Table("", "dense", "sparse", "speed-up")
+        rows.append((title, median(dense.seconds), median(ours.seconds), ours.gain))
+    table = Table("", "dense", "sparse", "speed-up", "95%")
     for title, theirs, mine, gain in rows:
-        table.add_row(title, f"{theirs * 1e3:.2f} ms", f"{mine * 1e3:.2f} ms", f"{gain:.2f}x")
+        interval = f"{gain.low:.2f} to {gain.high:.2f}"
+        times = (f"{1e3 * one:.{1 if one > 0.1 else 2}f} ms" for one in (theirs, mine))
+        table.add_row(title, *times, f"{gain.middle:.2f}x", interval)
     console.print(table)
     console.print("Dense is transformers' own Llama, the same weights, timed in turn.", **_PLAIN)
+    if any(gain.high > _NOISY * gain.low for *_, gain in rows):
+        console.print(
+            "These times vary a lot: other programs are busy. Run `twell demo` again on a quiet machine.",
+            style="yellow",
+            **_PLAIN,
+        )
     records = records_of("bench_inference", found.values(), source=source("cpu", None), seed=0)
-    return {title: gain for title, *_, gain in rows}, records
+    return {title: gain.middle for title, *_, gain in rows}, records
 
 
 @torch.inference_mode()
-def _timed_block(pair: ModelPair, tokens: Tensor, shown: Progress) -> tuple[str, float, float, float]:
+def _timed_block(pair: ModelPair, tokens: Tensor, shown: Progress) -> tuple[str, float, float, Interval]:
     """(case, dense seconds, sparse seconds, gain) of the last block, on what it gets from `tokens`.
 
     With one token, again and again, its active rows would stay in the cache: that says nothing.
@@ -245,13 +256,13 @@ def _timed_block(pair: ModelPair, tokens: Tensor, shown: Progress) -> tuple[str,
     pair.sparse(input_ids=tokens, use_cache=False)
     hook.remove()
     hidden = inputs[0]
-    title = f"feed-forward block, {tokens.numel():,} tokens at once"
+    title = f"block, {tokens.numel():,} tokens at once"
     shown.show(f"timing: {title}")
     calls: dict[str, Callable[[], object]] = {"dense": lambda: stock(hidden), "sparse": lambda: ours(hidden)}
     timings = compare(calls, warmup=3, repetitions=_BLOCK_REPETITIONS)
     shown.clear()
-    dense, sparse = timings["dense"].median, timings["sparse"].median
-    return title, dense, sparse, dense / sparse
+    dense, sparse = timings["dense"], timings["sparse"]
+    return title, dense.median, sparse.median, paired_gain([dense.samples], [sparse.samples])
 
 
 @torch.inference_mode()

@@ -113,7 +113,10 @@ def compile_inside_checkpoints(model: PreTrainedModel, **options: Any) -> None:
     for layer in layers:
         for mlp in sparse_mlps(layer):
             mlp.eager = True
-        layer._gradient_checkpointing_func = _compiled_inside(layer._gradient_checkpointing_func, options)
+        checkpoint = layer._gradient_checkpointing_func
+        checkpoint = getattr(checkpoint, "_twell_checkpoint", checkpoint)  # called again, with other options
+        layer._gradient_checkpointing_func = _compiled_inside(checkpoint, options)
+        layer.__dict__.pop("_compiled_inside", None)
 
 
 def _compiled_inside(checkpoint: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -121,7 +124,9 @@ def _compiled_inside(checkpoint: Callable[..., Any], options: dict[str, Any]) ->
         layer, call, keywords = _checkpointed(function)
         return checkpoint(partial(_compiled_call(layer, call, options), **keywords), *arguments)
 
-    return torch.compiler.disable(run, reason="its layer is compiled inside of it")
+    outside = torch.compiler.disable(run, reason="its layer is compiled inside of it")
+    outside._twell_checkpoint = checkpoint
+    return outside
 
 
 def _checkpointed(function: Callable[..., Any]) -> tuple[nn.Module, Callable[..., Any], dict[str, Any]]:

@@ -220,16 +220,16 @@ def largest_that_fits(fits: Callable[[int], bool], guess: int = 1, most: int = 1
     return low
 
 
-def doubt(running: list[Contender], what: str, most: float, setting: Setting) -> None:
-    """Mark the contenders that compute something else, and say so. most: the error that rounding can make."""
-    for one in running:
-        if one.error is None or one.error <= most:  # NaN is not
-            continue
-        one.details["doubtful"] = 1
-        setting.say(
-            f"{NOTE}{one.name} computes something else: its {what} differ by {one.error:.1e}, "
-            f"and rounding makes at most {most:.1e}. Its speed means nothing."
-        )
-        if not math.isfinite(one.error):  # records hold numbers
-            one.error = None
-            one.details = {name: value for name, value in one.details.items() if math.isfinite(value)}
+def doubt(one: Contender, what: str, error: float, most: float, setting: Setting) -> None:
+    """Mark a contender that computes something else, and say so. most: the error that rounding can make."""
+    if error <= most:  # NaN is not
+        return
+    one.details["doubtful"] = 1
+    setting.say(
+        f"{NOTE}{one.name} computes something else: its {what} differ by {error:.1e}, "
+        f"and rounding makes at most {most:.1e}. Its speed means nothing."
+    )
+    # Records hold numbers.
+    one.details = {name: value for name, value in one.details.items() if math.isfinite(value)}
+    if one.error is not None and not math.isfinite(one.error):
+        one.error = None

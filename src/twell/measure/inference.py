@@ -213,10 +213,10 @@ def _compare_logits(
     run: Callable[..., Tensor],
     setting: Setting,
 ) -> None:
-    """Each contender's logits against those of the stock model in float32, on the last positions of some
-    sequences, from a call of the timed shape; where float32 does not fit, against dense eager's."""
+    """Each contender's logits against those of the stock model in float32 (of float32: float64), on the last
+    positions of some sequences, from a call of the timed shape; where that does not fit, dense eager's."""
     some, keep = slice(_COMPARED_SEQUENCES), min(_COMPARED, ids.shape[1])
-    exact = _float32_logits(pair.dense, ids[some], keep, setting)
+    exact = _wider_logits(pair.dense, ids[some], keep, setting)
     wide = exact is not None
     if exact is None:
         exact = run(pair.dense, ids[some], keep).float()
@@ -232,8 +232,9 @@ def _compare_logits(
             "same_tokens": (found.argmax(-1) == exact.argmax(-1)).float().mean().item(),
             "same_tokens_as_dense": (found.argmax(-1) == stock.argmax(-1)).float().mean().item(),
         }
-    if wide:
-        doubt(running, "logits", max(_DOUBTFUL * reference.relative_error(stock, exact), _ROUNDED), setting)
+        if wide:
+            most = max(_DOUBTFUL * reference.relative_error(stock, exact), _ROUNDED)
+            doubt(one, "logits", one.error, most, setting)
     setting.release()
 
 
@@ -241,14 +242,13 @@ def _ran(running: list[Contender], name: str) -> bool:
     return any(one.name == name and one.failure is None for one in running)
 
 
-def _float32_logits(dense: nn.Module, ids: Tensor, keep: int, setting: Setting) -> Tensor | None:
-    if dense.dtype == torch.float32:
-        return _logits(dense, ids, keep)
+def _wider_logits(dense: nn.Module, ids: Tensor, keep: int, setting: Setting) -> Tensor | None:
+    wider = torch.float64 if dense.dtype == torch.float32 else torch.float32
     free = free_bytes(setting.device)
-    if free is not None and free < 6 * sum(p.numel() for p in dense.parameters()):
+    if free is not None and free < 1.5 * wider.itemsize * sum(p.numel() for p in dense.parameters()):
         return None
     try:
-        return _logits(copy.deepcopy(dense).float(), ids, keep)
+        return _logits(copy.deepcopy(dense).to(wider), ids, keep)
     except torch.OutOfMemoryError:
         return None
     finally:

@@ -4,8 +4,8 @@ calibrated so that every layer fires as many neurons as a trained one does.
 Random weights alone would fire half of the neurons. Here feature 0 of every hidden state is a constant (no
 projection writes to it), and each neuron's weight of that feature is its threshold. `calibrate_` sets the
 thresholds layer by layer on the inputs that the layers really get, to firing rates as skewed as those of
-trained models (`twell.synthetic`). It scales each block's output so that a block that computes something
-else shows in the logits.
+trained models (`twell.synthetic`). It scales each block's output so that a block that is left out shows in
+the logits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEVER = 12.0  # standard deviations above which a neuron practically never fire
 _SAMPLE = 4096  # tokens that thresholds are set on
 _HEAD = 64  # features of an attention head
 # Root mean square of what a block adds to hidden states, which begin at 1. With 38 layers the blocks make
-# four fifths of the last one; without a single block it differs by a tenth, bf16 rounds to a hundredth.
+# four fifths of the last one; without a single block it differs by a quarter, and bf16 rounds to 0.04.
 _STEP = 0.3
 
 
@@ -197,7 +197,8 @@ def calibrate_(model: nn.Module, ids: Tensor, nnz: float, *, seed: int = 0) -> N
             active = torch.count_nonzero(scores > threshold.float()).item() / len(scores)
             low, high = (shift, high) if active > nnz else (low, shift)
         weight[:, 0] = -threshold
-        mlp.down_proj.weight.mul_(_STEP / mlp(inputs[0]).float().square().mean().sqrt().clamp(min=1e-6))
+        step = mlp(inputs[0]).float().square().mean().sqrt().item()
+        mlp.down_proj.weight.mul_(_STEP / step if step else 1e-3)  # 0: no neuron fires on these tokens
 
     set_up: set[nn.Module] = set()
 

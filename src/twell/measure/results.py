@@ -16,6 +16,7 @@ from .timing import Timing
 BASELINE = "dense-eager"
 _DENSE = ("dense", "best-dense")
 _RESAMPLED = 2000
+_LARGEST = ("largest_difference", "peak_bytes", "block_error", "hidden_error", "doubtful")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +154,7 @@ class Merged:
         found = [m.details[name] for m in self.processes if name in m.details]
         if not found:
             return None
-        return max(found) if name in ("largest_difference", "peak_bytes") else fmean(found)
+        return max(found) if name in _LARGEST else fmean(found)
 
 
 def merge(measured: Iterable[Measured]) -> list[Merged]:

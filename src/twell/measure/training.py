@@ -5,7 +5,6 @@ The dense models are stock: no L1 term, no statistics. Ours has both, as the rec
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import reference
 from .._errors import reject
 from .baselines import (
     AUTOTUNE,
@@ -23,19 +21,11 @@ from .baselines import (
     quiet_autotuning,
     with_liger,
 )
-from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
+from .comparison import compare_steps
+from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
 from .inference import described, sparsity_of
 from .memory import peak_bytes
-from .models import (
-    ModelPair,
-    ModelSize,
-    build_pair,
-    decoder_layers,
-    free_bytes,
-    require_room,
-    shared_twin,
-)
-from .processes import NOTE
+from .models import ModelPair, ModelSize, build_pair, free_bytes, require_room, shared_twin
 from .results import Measured
 
 CONTENDERS = {
@@ -50,7 +40,6 @@ DEFAULT = ["dense-eager", "dense-compiled", "ours-eager", "ours-compiled"]
 PRECISIONS = ("bfloat16", "mixed", "float32")
 L1 = 2e-5
 _MARGIN = 0.92  # of free memory: what the allocator cannot use
-_DOUBTFUL, _ROUNDED = 3.0, 1e-5  # errors beyond so many times dense eager's, and this, are no rounding
 _NO_CHANGE = 0.0  # learning rate: the optimiser works in full, and all contenders keep the same weights
 
 
@@ -166,20 +155,34 @@ class Step:
     def __init__(
         self, model: nn.Module, optimiser: torch.optim.Optimizer, ids: Tensor, *, autocast: bool
     ) -> None:
-        self._model, self._optimiser, self._ids, self._autocast = model, optimiser, ids, autocast
+        self.model, self._optimiser, self._ids, self._autocast = model, optimiser, ids, autocast
         self._fused_loss = getattr(model, "fused_loss", None)
 
     def __call__(self) -> Tensor:
-        ids = self._ids
-        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._autocast):
-            if self._fused_loss is not None:
-                loss = self._fused_loss(ids)
-            else:
-                loss = self._model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss = self._forward()
         loss.backward()
         self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _forward(self) -> Tensor:
+        ids = self._ids
+        with torch.autocast(ids.device.type, torch.bfloat16, enabled=self._autocast):
+            if self._fused_loss is not None:
+                return self._fused_loss(ids)
+            return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+    def hidden_states(self) -> Tensor:
+        """[B, S, D], the last ones of the step's own forward."""
+        found: list[Tensor] = []
+        hook = self.model.model.register_forward_hook(
+            lambda module, given, output: found.append(output.last_hidden_state.detach())
+        )
+        try:
+            self._forward()
+        finally:
+            hook.remove()
+        return found[0]
 
 
 def bench_training(
@@ -227,91 +230,14 @@ def bench_training(
                 contender.own_bytes = trained.own_bytes(one)
                 contender.details["loss"] = contender.call().item()
             running.append(contender)
-        setting.say(f"{workload.title}: comparing blocks")
-        _compare_blocks(trained, ids, running, setting)
+        setting.say(f"{workload.title}: comparing hidden states and blocks")
+        steps = {one.name: one.call for one in running}
+        if "dense-eager" not in steps:
+            steps["dense-eager"] = trained.step("dense-eager", ids, checkpointing)
+        compare_steps(trained.pair, steps, running, ids, setting, precision=case.precision)
         run_contest(running, workload, setting)
     running.clear()
     setting.release()
-
-
-def _compare_blocks(trained: Trained, ids: Tensor, running: list[Contender], setting: Setting) -> None:
-    """The largest relative error, against float32 (of float32: float64), of what some blocks compute in
-    training on their real input: the output, the gradients of the input and of each weight.
-
-    Whole models would show less: in 16 bits their gradients differ by a tenth from rounding alone, and the
-    loss of random tokens hardly depends on the blocks. Compiled dense contenders have no block of their own:
-    a graph holds it. Ours stay between graphs, the same ones in both contenders.
-    """
-    dense, sparse = (decoder_layers(model) for model in (trained.pair.dense, trained.pair.sparse))
-    places = sorted({0, len(dense) // 2, len(dense) - 1})
-    errors = {"dense": 0.0, "ours": 0.0}
-    autocast = trained.case.precision == "mixed"
-    wider = torch.float64 if trained.case.precision == "float32" else torch.float32
-    try:
-        for place, x in zip(places, _inputs(trained.pair.dense, places, ids), strict=True):
-            wide = copy.deepcopy(dense[place].mlp).to(wider)
-            grad_y = _gradient(wide, x.to(wider), x.dtype, told_apart=wider == torch.float64)
-            exact = _computed(wide, x.to(wider), grad_y)
-            for kind, layer in (("dense", dense[place]), ("ours", sparse[place])):
-                with torch.autocast(x.device.type, torch.bfloat16, enabled=autocast):
-                    found = _computed(layer.mlp, x, grad_y)
-                found_errors = [reference.relative_error(found[name], exact[name]) for name in exact]
-                errors[kind] = torch.tensor([errors[kind], *found_errors]).max().item()  # NaN wins
-            del exact, found
-            setting.release()
-    except torch.OutOfMemoryError:
-        setting.say(f"{NOTE}blocks are not compared: that does not fit")
-        setting.release()
-        return
-    for one in running:
-        kind = {"dense-eager": "dense", "ours-eager": "ours", "ours-compiled": "ours"}.get(one.name)
-        if one.failure is None and kind is not None:
-            one.error = one.details["block_error"] = errors[kind]
-    doubt(running, "blocks", max(_DOUBTFUL * errors["dense"], _ROUNDED), setting)
-
-
-@torch.no_grad()
-def _inputs(model: nn.Module, places: list[int], ids: Tensor) -> list[Tensor]:
-    """What the blocks of some layers get."""
-    found: list[Tensor] = []
-    layers = decoder_layers(model)
-    hooks = [layers[i].mlp.register_forward_pre_hook(lambda _, args: found.append(args[0])) for i in places]
-    try:
-        model.model(ids, use_cache=False)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
-@torch.no_grad()
-def _gradient(block: nn.Module, x: Tensor, dtype: torch.dtype, *, told_apart: bool) -> Tensor:
-    """A gradient of the output of a dense block, which others compute in `dtype`.
-
-    told_apart:  0 for tokens with a neuron next to its threshold. Two ways to round may disagree on whether
-                 it fires, and its gradient is then there or not. In 16 bits that is so for every token, and
-                 for dense PyTorch too.
-    """
-    generator = torch.Generator("cpu").manual_seed(0)
-    tokens = x[..., 0].numel()
-    features = torch.randn(x.shape[-1], generator=generator).to(x)
-    grad_y = features * torch.linspace(0.5, 1.5, tokens).view(*x.shape[:-1], 1).to(x)
-    if not told_apart:
-        return grad_y
-    selector = getattr(block, "gate_proj", None) or block.up_proj
-    size = x.norm(dim=-1, keepdim=True) * selector.weight.norm(dim=1)
-    near = (selector(x).abs() <= 8 * torch.finfo(dtype).eps * size).any(-1, keepdim=True)
-    return grad_y.masked_fill(near, 0)
-
-
-def _computed(block: nn.Module, x: Tensor, grad_y: Tensor) -> dict[str, Tensor]:
-    """Output and gradients of a block."""
-    weights = dict(block.named_parameters())
-    x = x.detach().requires_grad_()
-    with torch.enable_grad():
-        y = block(x)
-        grads = torch.autograd.grad(y, [x, *weights.values()], grad_y.to(y))
-    return {"y": y.detach(), "x": grads[0], **dict(zip(weights, grads[1:], strict=True))}
 
 
 def layers_that_fit(case: TrainingCase, setting: Setting) -> int:

@@ -47,6 +47,7 @@ def _timed(group: list[Record], name: str) -> Iterator[Block]:
         "peak memory": lambda r: gigabytes(r.details["peak_bytes"]) if "peak_bytes" in r.details else "",
         "difference": lambda r: optional(r.details.get("largest_difference"), ".1e"),
         "loss": lambda r: optional(r.details.get("loss"), ".5f"),
+        "hidden states": lambda r: optional(r.details.get("hidden_error"), ".1e"),
         "error of blocks": lambda r: optional(r.details.get("block_error"), ".1e"),
         "same tokens": lambda r: optional(r.details.get("same_tokens_as_dense"), ".1%"),
         "what it is": lambda r: str(r.shape.get("meaning", "")),
@@ -92,10 +93,6 @@ def _rate(record: Record) -> float | None:
     return None if tokens is None else tokens / record.value / 1e3
 
 
-def _millijoules(value: float) -> str:
-    return f"{short(value)} mJ"
-
-
 def _energy(record: Record) -> str:
     value = record.details.get("millijoules_per_token")
     return "" if value is None else short(value)
@@ -137,11 +134,12 @@ def _legend(group: list[Record]) -> str:
     if any("over" in name for r in group for name in r.details):
         parts.append("In brackets: 95% interval.")
     if any("against_float32" in r.details for r in group):
-        against = "the same model in float32" if group[0].details.get("against_float32") else "dense eager"
+        wider = "float64" if group[0].shape.get("dtype") == "float32" else "float32"
+        against = f"the same model in {wider}" if group[0].details.get("against_float32") else "dense eager"
         parts.append(f"Difference: largest of a logit from {against}, over the largest logit.")
     if any("block_error" in r.details for r in group):
         parts.append(
-            "Error of blocks: of their outputs and gradients, against a wider dtype, the largest of some."
+            "Hidden states and blocks: relative errors against a wider dtype; of blocks the largest."
         )
     for record in group:
         if record.details.get("doubtful"):

@@ -189,11 +189,15 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             value,
             value,
             _BLOCKS,
-            f"The {len(timed)} feed-forward blocks of {_short_name(one.profile.model)} together",
+            f"{_blocks(len(timed))} of {_short_name(one.profile.model)}",
             "dense PyTorch",
             f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
             "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
         )
+
+
+def _blocks(count: int) -> str:
+    return "The feed-forward block" if count == 1 else f"All {count} feed-forward blocks"
 
 
 def _of_runs(runs: Sequence[Run]) -> tuple[str, list[Fact]]:

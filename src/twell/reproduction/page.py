@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,26 +40,27 @@ def _headline(results: Mapping[str, Any]) -> Headline:
     title = f"The paper's experiments at scale {results['scale']}"
     finished = {name: run for name, run in results["runs"].items() if run.get("summary")}
     notes = [
-        f"{len(finished)} training runs, one seed each; lambda is {scale.l1_factor:g} times the paper's, "
-        "since short runs give the penalty fewer steps to act in.",
+        f"{len(finished)} training runs of {_tokens(finished)} tokens, one seed each (the paper's 1.5B read "
+        f"31.5 billion tokens). Lambda is {scale.l1_factor:g} times the paper's, since short runs give the "
+        "penalty fewer steps to act in.",
         f"Measured on {where(results)}.",
     ]
     run, base = finished.get(SPARSE), finished.get(DENSE)
     if run is None:
         return Headline(title, "The run with the recommended penalty has not finished yet.", notes)
     said = paper.PAPER["lambda"][SPARSE]
-    active = run["summary"]["held_out_nnz"] / run["neurons"] if run["summary"]["held_out_nnz"] else None
+    active = _active(run)
     facts = [
         Fact(
             times(gain["gain"]),
-            f"{words}, over dense",
+            f"{words}, over dense eager",
             f"the paper: {times(getattr(said, workload))}",
             gain["low"] > 1,
         )
         for workload, words in _WORKLOADS
         if (gain := _gain(run, workload)) is not None
     ]
-    claim = f"With lambda {short_l1(run['l1'])}"
+    parts = []
     if active is not None:
         facts.append(
             Fact(
@@ -67,15 +69,34 @@ def _headline(results: Mapping[str, Any]) -> Headline:
                 f"the paper: {share(said.nnz / paper.NEURONS)}",
             )
         )
-        claim += f", {share(active)} of the neurons are active"
-    if base is not None and _loss(run) is not None and _loss(base) is not None:
+        parts.append(f"{share(active)} of the neurons are active")
+    if base is not None and _loss(run) and _loss(base):
         ratio = _loss(run) / _loss(base)
         facts.append(Fact(change(ratio), "cross-entropy", "against lambda 0; the paper: less than +2%"))
-        claim += f" and cross-entropy is {change(ratio)}"
+        parts.append(f"cross-entropy is {change(ratio)}")
     gain = _gain(run, "forward")
     if gain is not None:
-        claim += f"; a forward pass is {times(gain['gain'])} as fast as dense"
-    return Headline(title, f"{claim}.", notes, facts)
+        sure = gain["low"] > 1 or gain["high"] < 1
+        speed = f"a forward pass is {times(gain['gain'])} as fast as dense eager"
+        parts.append(speed if sure else f"{speed}, which is no sure difference")
+    claim = (
+        f"With lambda {short_l1(run['l1'])}, {'; '.join(parts)}."
+        if parts
+        else f"Lambda {short_l1(run['l1'])}."
+    )
+    return Headline(title, claim, notes, facts)
+
+
+def _tokens(finished: Runs) -> str:
+    """Of a run; 31.5B in the paper's 1.5B."""
+    found = sorted({run["steps"] * run["tokens_per_step"] for run in finished.values() if "steps" in run})
+    return (
+        "no"
+        if not found
+        else short(found[0])
+        if len(found) == 1
+        else f"{short(found[0])} to {short(found[-1])}"
+    )
 
 
 def _experiment(table: Table, results: Mapping[str, Any]) -> Iterator[Block]:
@@ -138,7 +159,8 @@ def _sizes(name: str, runs: Runs) -> Iterator[Figure | None]:
 
 
 def _dead(name: str, runs: Runs) -> Iterator[Figure | None]:
-    bars = [Bar(run["title"], run["summary"]["dead"], share(run["summary"]["dead"])) for run in runs.values()]
+    dead = {run["title"]: run["summary"].get("dead") for run in runs.values()}
+    bars = [Bar(title, found, share(found)) for title, found in dead.items() if found is not None]
     if bars:
         drawing = Bars("Dead neurons", "share of the neurons, at the end of training; less is better", bars)
         yield Figure(f"{name}-dead", drawing)
@@ -276,7 +298,8 @@ def _origin(results: Mapping[str, Any]) -> Iterator[Section]:
 
 
 def _loss(run: Mapping[str, Any]) -> float | None:
-    return run.get("summary", {}).get("held_out_ce_loss")
+    found = run.get("summary", {}).get("held_out_ce_loss")
+    return found if found is not None and math.isfinite(found) else None
 
 
 def _active(run: Mapping[str, Any]) -> float | None:

@@ -30,7 +30,6 @@ def draw_training(
     logs = _logs(lines)
     if not logs or not can_draw():
         return False
-    title = title.replace("$", r"\$")  # a folder's name is no mathematics
     training_curves({title: logs}, path, title=title, subtitle=subtitle)
     return True
 
@@ -80,4 +79,4 @@ def _cell(line: Mapping[str, Any], name: str) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not abs(value) > 1e300
