@@ -43,7 +43,9 @@ def test_chunks_tell_how_active_they_are(nnz, path, monkeypatch):
     with recorded_paths() as ran:
         ffn(*operands)
     assert [piece.path for piece in ran] == [path]
-    assert re.fullmatch(r"[\d.]+% of the neurons active, rows pay up to 13.0%", ran[0].reason)
+    assert re.fullmatch(
+        r"[\d.]+% of the neurons active in sampled tokens, rows pay up to 13.0%", ran[0].reason
+    )
 
 
 def test_backwards_of_our_own_are_told():

@@ -60,9 +60,9 @@ def test_the_demo_trains_checks_times_writes_and_reports(tmp_path):
         with Image.open(out / plot) as image:
             assert min(image.size) > 300
     run = out / "run-1"
-    for name in ("sparse", "dense"):
+    for name in ("with-penalty", "without-penalty"):
         assert (run / name / "model" / "model.safetensors").exists()
-    assert run_config(read_settings(run / "dense" / "config.yaml")).recipe.l1 == 0
+    assert run_config(read_settings(run / "without-penalty" / "config.yaml")).recipe.l1 == 0
     forward, generation = (r for r in read_records(run / "records.jsonl") if "/ours" in r.what)
     assert forward.error < 1e-5
     assert generation.details["same_tokens_as_dense"] == 1

@@ -175,7 +175,9 @@ def test_what_is_no_model(twell, folder, tmp_path):
     ):
         done = twell("generate", place, "--prompt", "x")
         assert done.status == 2
-        assert done.err.startswith(f"twell: model: got '{place}'; accepted: {message}")
+        assert done.err.startswith(f"twell: model: got '{place}'")
+        assert f"; accepted: {message}" in done.err
+        assert ("which does not exist" in done.err) == (not place.exists())
     bare = tmp_path / "bare"
     bare.mkdir()
     for file in ("config.json", "model.safetensors"):

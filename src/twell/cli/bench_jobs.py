@@ -15,6 +15,7 @@ from ..measure.models import ModelPair, build_pair, preset_size, require_room
 from ..measure.processes import NOTE, Emit, Say
 from ..measure.results import Measured
 from .plot_file import short_name
+from .text import text_source
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -129,11 +130,9 @@ def _built(options: InferenceOptions):
 
 def _loaded(options: InferenceOptions):
     from ..evaluation import check_ids, load_model, require_sparse_blocks, text_windows
-    from ..train.data import DataConfig
     from ..train.data.sources import documents
 
-    source = DataConfig(source=options.text)
-    documents(source)  # a missing file is named before anything is loaded
+    source = text_source(options.text)
     sparse, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     require_sparse_blocks(sparse)
     pair = ModelPair(_stock_twin(sparse), sparse)

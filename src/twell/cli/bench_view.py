@@ -52,7 +52,9 @@ def _show_group(console: Console, group: list[Merged]) -> None:
     ]
     shown = [place for place in range(len(headers)) if any(row[place] for row in rows)]
     for place in shown:
-        table.add_column(headers[place], justify="right" if place else "left", no_wrap=place == 0)
+        justify = "right" if place else "left"
+        # A narrow terminal must not cut figures off.
+        table.add_column(headers[place], justify=justify, no_wrap=place == 0, overflow="fold")
     for row in rows:
         table.add_row(*(row[place] for place in shown))
     console.print(table)

@@ -135,7 +135,9 @@ def _train_both(console: Console, folder: Path, overrides: list[str]) -> tuple[_
         )
     without = run_config(with_overrides(settings, ["recipe.l1=0", "model.plan=dense"]))
     make_folder(folder, "output")
-    return _train(console, config, folder / "sparse"), _train(console, without, folder / "dense")
+    return _train(console, config, folder / "with-penalty"), _train(
+        console, without, folder / "without-penalty"
+    )
 
 
 def _train(console: Console, config: Any, folder: Path) -> _Trained:

@@ -14,6 +14,7 @@ from .._errors import reject
 from .._files import write_json
 from .plot_file import check_plot, short_name
 from .progress import READING_TASKS, Bar, Progress, announce_tasks, showing
+from .text import text_source
 
 if TYPE_CHECKING:
     from ..evaluation import TextResult
@@ -38,7 +39,6 @@ def run_eval(
     plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import find_model
-    from ..train.data import DataConfig
 
     if out is not None and (out.exists() or not out.parent.is_dir()):
         reject("out", str(out), "a new file in a folder that exists")
@@ -48,6 +48,7 @@ def run_eval(
         reject("plot", f"{plot} with --tasks only", "--text with it: the plot shows what layers do on text")
     check_plot(plot)
     find_model(model)
+    source = text_source(text) if text else None
     console = Console()
     with showing(console, f"loading {model}"):
         from ..evaluation import evaluate_tasks, evaluate_text, evaluate_windows, load_model
@@ -62,8 +63,9 @@ def run_eval(
             if held_out is not None:
                 result = evaluate_windows(loaded, _windows(held_out), **shared)
             else:
-                source = documents(DataConfig(source=tuple(text)))
-                result = evaluate_text(loaded, tokenizer, source, sequence_length=sequence_length, **shared)
+                result = evaluate_text(
+                    loaded, tokenizer, documents(source), sequence_length=sequence_length, **shared
+                )
         found |= dataclasses.asdict(result) | {"perplexity": result.perplexity}
         console.print(
             f"{result.tokens:,} tokens: cross-entropy {result.cross_entropy:.4f}, "

@@ -13,6 +13,7 @@ from .._errors import reject
 from .._files import write_json
 from .plot_file import check_plot, short_name
 from .progress import Bar, showing
+from .text import text_source
 
 if TYPE_CHECKING:
     from ..explanation import Explanation
@@ -31,7 +32,6 @@ def run_explain(
     plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import MANIFEST, find_model
-    from ..train.data import DataConfig
     from ..train.data.sources import documents
 
     folder = Path(find_model(model))
@@ -44,8 +44,7 @@ def run_explain(
             "a finished run or another model: checkpoints stay as they are",
         )
     check_plot(plot)
-    source = DataConfig(source=tuple(text))
-    documents(source)  # a missing file is named before anything is loaded
+    source = text_source(text)
     console = Console()
     with showing(console, f"loading {model}"):
         import torch

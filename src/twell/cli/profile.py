@@ -18,6 +18,7 @@ from .._errors import reject
 from .._files import needs_space
 from .progress import Bar, showing
 from .status import FAILED, INTERRUPTED
+from .text import text_source
 
 if TYPE_CHECKING:
     from ..profiling import Profile
@@ -42,7 +43,6 @@ def run_profile(
 ) -> None:
     from ..plots import figure_class
     from ..train.checkpoints import find_model
-    from ..train.data import DataConfig
     from ..train.data.sources import documents
 
     if out is not None:
@@ -52,8 +52,7 @@ def run_profile(
             reject("out", str(out), "a new folder in one that exists")
         figure_class()  # a missing matplotlib is named before anything is counted
     find_model(model)
-    source = DataConfig(source=tuple(text))
-    documents(source)  # a missing file, too
+    source = text_source(text)
     console = Console()
     with showing(console, f"loading {model}"):
         from ..evaluation import load_model, require_sparse_blocks

@@ -15,6 +15,7 @@ from .._errors import reject
 from .._files import needs_space
 from .plot_file import check_plot, short_name
 from .progress import Bar, showing
+from .text import text_source
 
 if TYPE_CHECKING:
     from ..pruning import PruneReport
@@ -35,7 +36,6 @@ def run_prune(
     plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import find_model
-    from ..train.data import DataConfig
     from ..train.data.sources import documents
 
     if out.exists():
@@ -44,8 +44,7 @@ def run_prune(
         reject("out", str(out), "a new folder in one that exists")
     check_plot(plot)
     find_model(model)
-    source = DataConfig(source=tuple(text))
-    documents(source)  # a missing file is named before anything is loaded
+    source = text_source(text)
     console = Console()
     with showing(console, f"loading {model}"):
         from .. import prune_

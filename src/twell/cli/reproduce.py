@@ -76,8 +76,9 @@ def _write(results: dict[str, Any], folder: Path, console: Console) -> list[Path
         console = Console(file=console.file, width=max(console.width, 150))
     for found in tables(results):
         shown = Table(*found.columns, title=found.title, title_justify="left")
-        for column in shown.columns[1:]:
-            column.justify = "right"
+        for place, column in enumerate(shown.columns):
+            column.overflow = "fold"  # a narrow terminal must not cut figures off
+            column.justify = "right" if place else "left"
         for row in found.rows:
             shown.add_row(*row)
         console.print(shown)

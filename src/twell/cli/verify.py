@@ -15,6 +15,7 @@ from .._files import write_json
 from .plot_file import check_plot, short_name
 from .progress import READING_TASKS, Bar, announce_tasks, showing
 from .status import FAILED
+from .text import text_source
 
 if TYPE_CHECKING:
     from ..profiling import Profile
@@ -43,7 +44,6 @@ def run_verify(
     plot: Path | None = None,
 ) -> None:
     from ..train.checkpoints import find_model
-    from ..train.data import DataConfig
     from ..train.data.sources import documents
     from ..train.presets import PAPER_CORPUS
 
@@ -59,8 +59,7 @@ def run_verify(
         reject("plot", f"{plot} with --skip text", "text with it: the plot shows what layers do on text")
     check_plot(plot)
     find_model(model)
-    source = DataConfig(source=tuple(text) or PAPER_CORPUS)
-    documents(source)  # a missing file is named before anything is loaded
+    source = text_source(text or [PAPER_CORPUS])
     console = Console()
     with showing(console, f"loading {model}"):
         from ..evaluation import PAPER_TASKS, load_model, require_sparse_blocks

@@ -83,7 +83,7 @@ class MeasuredChunks:
         sample = activated[:: max(tokens // _SAMPLED_TOKENS, 1)].bool()
         density = int(torch.count_nonzero(sample)) / max(sample.numel(), 1)
         limit = row_limit(self._site)
-        reason = f"{density:.1%} of the neurons active, rows pay up to {limit:.1%}"
+        reason = f"{density:.1%} of the neurons active in sampled tokens, rows pay up to {limit:.1%}"
         if density <= limit:
             return "row", reason
         if tokens < MANY_TOKENS or density > PROBE_UNION:  # a union is at least as large

@@ -51,10 +51,8 @@ def make_headline(inputs: Inputs) -> Headline:
         interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
         conditions = best.conditions + interval
         good = best.low > _NO_GAIN
-        better = [gain for gain in gains if gain.rank < best.rank]
-        if better and good:  # it says less than these, which are no gain
-            other = max(better, key=lambda gain: gain.low)
-            conditions += f" No gain: {other.what}, {times(other.value)} as fast as {other.baseline}."
+        if good:
+            conditions += _without_gain(gains, best)
         facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
         facts += best.facts
     sparse, cost = _of_runs(inputs.runs)
@@ -64,6 +62,17 @@ def make_headline(inputs: Inputs) -> Headline:
     return Headline(
         title, claim, [text for text in (sparse, conditions, _measured(inputs)) if text], facts[:5]
     )
+
+
+def _without_gain(gains: Sequence[Gain], best: Gain) -> str:
+    """What says as much as the claim or more, and is no gain, whichever contender of ours ran."""
+    found: dict[str, Gain] = {}
+    for gain in sorted(gains, key=lambda gain: gain.low):
+        if gain.rank <= best.rank:
+            found[gain.what] = gain  # the best of ours comes last
+    lost = [gain for gain in found.values() if gain.low <= _NO_GAIN]
+    words = [f"{gain.what}, {times(gain.value)} as fast as {gain.baseline}" for gain in lost]
+    return f" No sure gain: {'; '.join(words)}." if words else ""
 
 
 def _short_name(source: str) -> str:

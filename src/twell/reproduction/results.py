@@ -129,7 +129,7 @@ def _row(title: str, run: Mapping[str, Any], paper: Figures, reference: Mapping[
         title,
         "-" if run["l1"] is None else _both(short(run["l1"]), short(run["paper_l1"])),
         _number(loss, ".3f"),
-        "-" if loss is None or base is None else f"{loss / base - 1:+.1%}",
+        "-" if loss is None or base is None else f"{loss / base - 1:+.1%}".replace("-0.0%", "+0.0%"),
         _both(
             _number(sum(tasks.values()) / len(tasks) if tasks else None, ".1f"),
             _number(paper.accuracy, ".1f"),

@@ -17,7 +17,7 @@ from .recognition import BlockFilter, Findings, Found, Skipped, find_blocks, pla
 from .surroundings import Dropouts, Surroundings
 from .twin import BlockTwin
 
-_COLUMNS = ("blocks", "class", "projections", "activation", "D x H", "")
+_COLUMNS = ("blocks", "class", "projections", "activation", "D x H", "runs")
 _NOTHING = "no feed-forward block found"
 
 

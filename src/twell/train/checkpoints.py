@@ -29,7 +29,8 @@ def find_model(name: str, argument: str = "model") -> str:
     folder = Path(name).expanduser()
     if not folder.exists():
         if is_local(name):
-            reject(argument, repr(name), "a folder with a model, a run's folder, or a name on the Hub")
+            accepted = "a folder with a model, a run's folder, or a name on the Hub"
+            reject(argument, f"{name!r}, which does not exist", accepted)
         return name
     if (folder / MODEL / _CONFIG).is_file():
         return str(folder / MODEL)

@@ -142,6 +142,10 @@ class ProgressBar(TrainerCallback):
         if self.bar is not None:
             self.bar.update(self._task, completed=state.global_step)
 
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(self._task, status="evaluating on held-out text")
+
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
