@@ -70,6 +70,7 @@ _EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_shape": (4, 4), "axial_pos_embds_dim": (32, 32)},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "qwen4_exp_text": {"output_gate_type": "silu"},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
     "xmod": {"languages": ("en_XX",), "default_language": "en_XX"},
 }
 
