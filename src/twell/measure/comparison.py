@@ -44,10 +44,14 @@ def compare_steps(
     """
     wider = torch.float64 if precision == "float32" else torch.float32
     alive = [one for one in running if one.failure is None]
-    for what, compare in (("hidden states", _compare_hidden), ("blocks", _compare_blocks)):
+    comparisons: dict[str, Callable[[], None]] = {
+        "hidden states": lambda: _compare_hidden(pair, steps, alive, ids, setting, wider),
+        "blocks": lambda: _compare_blocks(pair, steps, alive, ids, setting, wider, precision == "mixed"),
+    }
+    for what, compare in comparisons.items():
         try:
-            compare(pair, steps, alive, ids, setting, wider, precision == "mixed")
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+            compare()
+        except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
                 raise
             setting.say(f"{NOTE}{what} are not compared: that does not fit")
@@ -61,7 +65,6 @@ def _compare_hidden(
     ids: Tensor,
     setting: Setting,
     wider: torch.dtype,
-    autocast: bool,
 ) -> None:
     free = free_bytes(setting.device)
     if free is not None and free < 1.5 * wider.itemsize * sum(p.numel() for p in pair.dense.parameters()):
