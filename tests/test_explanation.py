@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import twell
-from twell import Plan, SparseMLP, policy
+from twell import Plan, SparseMLP, explanation, policy
 
 
 def model(**options):
@@ -61,6 +61,22 @@ def test_what_a_compiled_graph_knows(fresh_compiler):
     (layer,) = twell.explain(mlp)
     assert (layer.layer, layer.forward) == ("", "row")
     assert str(twell.explain(mlp)).splitlines()[1].startswith("(model)")
+
+
+def test_gains_are_over_weights_as_stock_stores_them(monkeypatch):
+    """Ours lies in memory neuron by neuron."""
+    seen = []
+    stock = explanation.dense_as_stock
+    monkeypatch.setattr(
+        explanation,
+        "dense_as_stock",
+        lambda x, weights, act: seen.append(weights[1]) or stock(x, weights, act),
+    )
+    mlp = SparseMLP(16, 32)
+    assert not mlp.down_proj.weight.is_contiguous()
+    twell.explain(mlp, torch.randn(20, 16))
+    assert seen
+    assert all(down.is_contiguous() and torch.equal(down, mlp.down_proj.weight) for down in seen)
 
 
 def test_a_copy_explains_itself():
