@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,13 +43,9 @@ def compare_steps(
 
     steps:  by contender, its `Step`; "dense-eager" among them, also if it does not run.
     """
-    wider = torch.float64 if precision == "float32" else torch.float32
     alive = [one for one in running if one.failure is None]
-    comparisons: dict[str, Callable[[], None]] = {
-        "hidden states": lambda: _compare_hidden(pair, steps, alive, ids, setting, wider),
-        "blocks": lambda: _compare_blocks(pair, steps, alive, ids, setting, wider, precision == "mixed"),
-    }
-    for what, compare in comparisons.items():
+    comparison = _Comparison(pair, steps, alive, ids, setting, precision)
+    for what, compare in (("hidden states", comparison.of_hidden), ("blocks", comparison.of_blocks)):
         try:
             compare()
         except RuntimeError as error:
@@ -58,81 +55,97 @@ def compare_steps(
         setting.release()
 
 
-def _compare_hidden(
-    pair: ModelPair,
-    steps: dict[str, Any],
-    alive: list[Contender],
-    ids: Tensor,
-    setting: Setting,
-    wider: torch.dtype,
-) -> None:
-    free = free_bytes(setting.device)
-    if free is not None and free < 1.5 * wider.itemsize * sum(p.numel() for p in pair.dense.parameters()):
-        setting.say(f"{NOTE}hidden states are not compared: a wider model does not fit")
-        return
-    with torch.no_grad():
-        exact = copy.deepcopy(pair.dense).to(wider).model(ids[:_SEQUENCES], use_cache=False).last_hidden_state
-    setting.release()
-    stock = reference.relative_error(steps["dense-eager"].hidden_states()[:_SEQUENCES], exact)
-    for one in alive:
-        found = steps[one.name].hidden_states()[:_SEQUENCES]
-        one.error = one.details["hidden_error"] = reference.relative_error(found, exact)
-        doubt(one, "hidden states", one.error, max(_DOUBTFUL * stock, _ROUNDED), setting)
+@dataclass(frozen=True)
+class _Comparison:
+    pair: ModelPair
+    steps: dict[str, Any]
+    alive: list[Contender]
+    ids: Tensor
+    setting: Setting
+    precision: str
 
+    @property
+    def _wider(self) -> torch.dtype:
+        return torch.float64 if self.precision == "float32" else torch.float32
 
-def _compare_blocks(
-    pair: ModelPair,
-    steps: dict[str, Any],
-    alive: list[Contender],
-    ids: Tensor,
-    setting: Setting,
-    wider: torch.dtype,
-    autocast: bool,
-) -> None:
-    """Of contenders whose blocks are modules of ours; compiled dense ones have theirs inside of graphs."""
-    dense = decoder_layers(pair.dense)
-    places = sorted({0, len(dense) // 2, len(dense) - 1})
-    blocks = {
-        one.name: [decoder_layers(steps[one.name].model)[place].mlp for place in places] for one in alive
-    }
-    blocks = {name: found for name, found in blocks.items() if isinstance(found[0], SparseMLP)}
-    errors: dict[str, Errors] = {name: {} for name in ("dense-eager", *blocks)}
-    sparse: dict[str, list[bool]] = {name: [] for name in blocks}
-    for number, x in enumerate(_inputs(pair.dense, places, ids, autocast)):
-        stock = dense[places[number]].mlp
+    @property
+    def _autocast(self) -> bool:
+        return self.precision == "mixed"
+
+    def of_hidden(self) -> None:
+        """The last hidden states of every contender."""
+        dense, free = self.pair.dense, free_bytes(self.setting.device)
+        if free is not None and free < 1.5 * self._wider.itemsize * sum(
+            p.numel() for p in dense.parameters()
+        ):
+            self.setting.say(f"{NOTE}hidden states are not compared: a wider model does not fit")
+            return
+        with torch.no_grad():
+            wide = copy.deepcopy(dense).to(self._wider)
+            exact = wide.model(self.ids[:_SEQUENCES], use_cache=False).last_hidden_state
+        del wide
+        self.setting.release()
+
+        def error_of(name: str) -> float:
+            return reference.relative_error(self.steps[name].hidden_states()[:_SEQUENCES], exact)
+
+        most = max(_DOUBTFUL * error_of("dense-eager"), _ROUNDED)
+        for one in self.alive:
+            one.error = one.details["hidden_error"] = error_of(one.name)
+            doubt(one, "hidden states", one.error, most, self.setting)
+
+    def of_blocks(self) -> None:
+        """Of contenders whose blocks are ours; compiled dense ones have theirs inside of graphs."""
+        dense = decoder_layers(self.pair.dense)
+        places = sorted({0, len(dense) // 2, len(dense) - 1})
+        blocks = {
+            one.name: [decoder_layers(self.steps[one.name].model)[place].mlp for place in places]
+            for one in self.alive
+        }
+        blocks = {name: found for name, found in blocks.items() if isinstance(found[0], SparseMLP)}
+        errors: dict[str, Errors] = {name: {} for name in ("dense-eager", *blocks)}
+        sparse: dict[str, list[bool]] = {name: [] for name in blocks}
+        for number, given in enumerate(_inputs(self.pair.dense, places, self.ids, self._autocast)):
+            stock = dense[places[number]].mlp
+            wide, x = self._widened(stock, given)
+            grad_y, weight = _gradients(wide, x.to(self._wider))
+            exact = _computed(_written_out(wide), wide, x.to(self._wider), grad_y, weight)
+            found = _computed(_written_out(stock), stock, x, grad_y, weight, self._autocast)
+            _note(errors["dense-eager"], found, exact)
+            for name, own in blocks.items():
+                block = own[number]
+                with _recording(block), recorded_paths() as ran:
+                    found = _computed(_ours(block), block, x, grad_y, weight, self._autocast)
+                sparse[name] += [piece.path != "dense" for piece in ran]
+                _note(errors[name], found, exact)
+            del exact, found
+            self.setting.release()
+        for one in self.alive:
+            if one.name in errors:
+                worst = _largest(errors[one.name].values())
+                if math.isfinite(worst):  # records hold numbers
+                    one.details["block_error"] = worst
+            if sparse.get(one.name):
+                one.details["compared_sparse_share"] = sum(sparse[one.name]) / len(sparse[one.name])
+            if one.name in blocks:
+                self._doubt_blocks(one, errors[one.name], errors["dense-eager"])
+
+    def _widened(self, stock: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+        """A dense block in the wider dtype, and the input for all contenders."""
         wide = copy.deepcopy(stock)
-        if autocast:  # which rounds both before it multiplies
+        if self._autocast:  # which rounds both before it multiplies
             wide, x = wide.to(torch.bfloat16), x.to(torch.bfloat16).to(x.dtype)
-        wide = wide.to(wider)
-        if wider == torch.float64:
-            x = clear_of_thresholds(wide, x)
-        grad_y, weight = _gradients(wide, x.to(wider))
-        exact = _computed(_written_out(wide), wide, x.to(wider), grad_y, weight)
-        found = _computed(_written_out(stock), stock, x, grad_y, weight, autocast)
-        _note(errors["dense-eager"], found, exact)
-        for name, own in blocks.items():
-            block = own[number]
-            with _recording(block), recorded_paths() as ran:
-                found = _computed(_ours(block), block, x, grad_y, weight, autocast)
-            sparse[name] += [piece.path != "dense" for piece in ran]
-            _note(errors[name], found, exact)
-        del exact, found
-        setting.release()
-    for one in alive:
-        if one.name not in errors:
-            continue
-        worst = _largest(errors[one.name].values())
-        if math.isfinite(worst):  # records hold numbers
-            one.details["block_error"] = worst
-        if sparse.get(one.name):
-            one.details["compared_sparse_share"] = sum(sparse[one.name]) / len(sparse[one.name])
-        for name, error in errors[one.name].items():
-            limit = max(_DOUBTFUL * errors["dense-eager"][name], _ROUNDED)
-            if name == "l1" and wider == torch.float32:  # one number: dense PyTorch's may be right by luck
-                limit = max(limit, torch.finfo(torch.bfloat16).eps)
-            if one.name in blocks and not error <= limit:
-                doubt(one, f"blocks ({name})", error, limit, setting)
-                break
+        wide = wide.to(self._wider)
+        return wide, clear_of_thresholds(wide, x) if self.precision == "float32" else x
+
+    def _doubt_blocks(self, one: Contender, errors: Errors, stock: Errors) -> None:
+        for name, error in errors.items():
+            most = max(_DOUBTFUL * stock[name], _ROUNDED)
+            if name == "l1" and self.precision != "float32":
+                most = max(most, torch.finfo(torch.bfloat16).eps)  # one number: stock's may be right by luck
+            if not error <= most:
+                doubt(one, f"blocks ({name})", error, most, self.setting)
+                return
 
 
 def _note(errors: Errors, found: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
