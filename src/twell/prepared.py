@@ -284,7 +284,7 @@ class PreparedSparse(Prepared):
             and forward_ad._current_level < 0
             and _override() == self._override
             and torch._C._len_torch_dispatch_stack() == 0
-            and not is_capturing()
+            and not (x.is_cuda and is_capturing())
         ) and not self._holds(tensors, activation, plan):
             return None
         y = self._repeat(x, up, down, gate, up_bias, down_bias, gate_bias)
