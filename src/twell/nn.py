@@ -13,6 +13,7 @@ from ._log import log_once
 from .activations import Activation
 from .block_table import block_html
 from .functional import FfnStats, run_ffn, stats_of
+from .kernels.dense import statistics_of
 from .layer_state import LayerState
 from .low_rank import Adapted, LowRank
 from .plan import Plan
@@ -271,10 +272,7 @@ class SparseMLP(nn.Module):
         activated = self.activation(self.gate_proj(x) if self.gated else up)
         hidden = activated * self.activation.factor(up) if self.gated else activated
         if self.record:
-            tokens = max(x.numel() // x.shape[-1], 1)
-            firing = (activated.detach() != 0).reshape(-1, activated.shape[-1]).sum(dim=0)
-            l1 = hidden.abs().sum(dtype=torch.promote_types(hidden.dtype, torch.float32)) / tokens
-            self.last_stats = FfnStats(l1=l1, l0=firing.sum() / tokens, firing=firing)
+            self.last_stats = stats_of(FfnOutput(hidden, *statistics_of(activated, hidden)), x)[1]
         return self.down_proj(hidden)
 
     def extra_repr(self) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..._log import note_path
 from ...problem import Decision, FfnArgs, FfnOutput, Saved
+from ..dense import count_rows
 from .csr import RowPattern, RowSums, sampled_dot
 from .weights import WeightViews
 
@@ -197,13 +198,13 @@ def finish_block(
         if stats is not None:
             stats.add_hidden(hidden)
     if stats is not None:
-        stats.firing += active.sum(dim=0)
+        stats.firing += count_rows(active)
     return torch.cat(outputs)
 
 
 def finish_dense(x: Tensor, activated: Tensor, weights: WeightViews, stats: Stats | None) -> Tensor:
     if stats is not None:
-        stats.firing += activated.bool().sum(dim=0)
+        stats.firing += count_rows(activated.bool())
     hidden = activated
     if weights.gated:
         hidden = hidden.mul_(weights.project_up(x))
