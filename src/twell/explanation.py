@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch.nn.functional import linear
 
 from ._errors import reject
 from ._html import table
+from ._interval import Interval, paired_gain
 from .activations import Activation
 from .block_table import state_of
 from .functional import run_ffn
@@ -22,7 +22,7 @@ from .nn import SparseMLP
 from .shares import active_neurons, run_observed
 from .sparsify.blocks import named_blocks
 
-_COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "at most", "measured", "why")
+_COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "fewer products", "measured", "why")
 _NOTHING = "no sparse block found; twell.sparsify_ makes those of a stock model sparse"
 _NEIGHBOURS = 128  # tokens that the kernels' blocks share neurons over
 _WARM, _ROUNDS = 5, 9
@@ -40,9 +40,10 @@ class ExplainedLayer(NamedTuple):
     active:   share of neurons that are active for a token of the batch; None without one.
     union:    share of neurons that are active for at least one of 128 neighbouring tokens; without a batch,
               the last reading of a GPU, None on CPUs, which look at every call instead.
-    limit:    gain over dense if nothing but products counted: those of the active neurons on a CPU, of the
-              union on a GPU; None without a batch.
-    gain:     measured gain over dense, on the batch's own input of this block; None without a batch.
+    limit:    how many times fewer products than dense: those of the active neurons on a CPU, of the union
+              on a GPU; None without a batch.
+    gain:     measured gain over dense, on the batch's own input of this block, with its 95% interval; None
+              without a batch.
     reason:   why the forward ran this way.
     """
 
@@ -55,7 +56,7 @@ class ExplainedLayer(NamedTuple):
     active: float | None
     union: float | None
     limit: float | None
-    gain: float | None
+    gain: Interval | None
     reason: str
 
 
@@ -126,7 +127,7 @@ class _Observed:
     """Of one block in one pass of the batch; sums, since a layer may be called several times.
 
     by_blocks: whether the kernels compute a block of tokens on the union of its neurons, as on a GPU.
-    seconds:   by plan, medians of each call.
+    seconds:   by plan, of each round.
     """
 
     tokens: int = 0
@@ -134,7 +135,9 @@ class _Observed:
     active: float = 0.0
     union: float = 0.0
     by_blocks: bool = False
-    seconds: dict[str, float] = field(default_factory=lambda: {"dense": 0.0, "ours": 0.0})
+    seconds: dict[str, list[float]] = field(
+        default_factory=lambda: {name: [0.0] * _ROUNDS for name in ("dense", "ours")}
+    )
 
     def look(self, block: SparseMLP, inputs: tuple[Any, ...]) -> None:
         """At the input of a call, before it runs."""
@@ -146,7 +149,7 @@ class _Observed:
         self.by_blocks = x.is_cuda
         self._count(block, x, weights)
         for name, seconds in _times(block, x, weights).items():
-            self.seconds[name] += seconds
+            self.seconds[name] = [sum(pair) for pair in zip(self.seconds[name], seconds, strict=True)]
 
     def _count(self, block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> None:
         for tokens in x.split(_NEIGHBOURS):
@@ -157,8 +160,8 @@ class _Observed:
             self.windows += 1
 
 
-def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> dict[str, float]:
-    """Median seconds of a call, of dense PyTorch and with the block's plan, by turns."""
+def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> dict[str, list[float]]:
+    """Seconds of a call by round, of dense PyTorch and with the block's plan, by turns."""
     layer = block._own_layer()
     up, down, *rest = weights
     stock = (up, down.contiguous(), *rest)  # ours lies in memory neuron by neuron
@@ -173,7 +176,7 @@ def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> d
             call()
             if turn >= _WARM:
                 seconds[name].append(_now(x) - start)
-    return {name: median(values) for name, values in seconds.items()}
+    return seconds
 
 
 def dense_as_stock(x: Tensor, weights: tuple[Tensor | None, ...], activation: Activation) -> Tensor:
@@ -209,7 +212,7 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
         skipped = 2 if mlp.gated else 1  # products of which only the active neurons' part is needed
         needed = union if seen.by_blocks else active
         limit = (1 + skipped) / (1 + skipped * needed)
-        gain = seen.seconds["dense"] / seen.seconds["ours"]
+        gain = paired_gain([seen.seconds["dense"]], [seen.seconds["ours"]])
     return ExplainedLayer(
         name,
         mlp.hidden_size,
@@ -235,6 +238,7 @@ def _cells(layer: ExplainedLayer) -> tuple[str, ...]:
         layer.plan,
         ran,
         *("-" if share is None else f"{share:.1%}" for share in (layer.active, layer.union)),
-        *("-" if gain is None else f"{gain:.2f}x" for gain in (layer.limit, layer.gain)),
+        "-" if layer.limit is None else f"{layer.limit:.2f}x",
+        "-" if layer.gain is None else str(layer.gain),
         layer.reason,
     )

@@ -6,11 +6,12 @@ import os
 
 import pytest
 
+from twell._interval import paired_gain
 from twell.measure import Record, read_records, write_records
 from twell.measure.contest import largest_that_fits
 from twell.measure.processes import run_apart
 from twell.measure.records import source
-from twell.measure.results import Measured, merge, paired_gain, records_of
+from twell.measure.results import Measured, merge, records_of
 
 SHAPE = {"model": "tiny", "layers": 2, "batch": 2, "sequence": 8}
 

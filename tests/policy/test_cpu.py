@@ -53,3 +53,25 @@ def test_very_few_tokens_go_backward_as_stock(tokens, backend):
     args = FfnArgs(x[:tokens], up, down, gate, None, None, None, Activation())
     decision = cpu.decide_backward(args, None)
     assert (decision.path, decision.backend) == ("dense", backend)
+
+
+@pytest.mark.parametrize("length", [1, 16, 64, 100, 128, 512])
+def test_first_tokens_of_sequences_do_not_pass_for_all(length):
+    """Chunks of 512 tokens, sequences of any length; each first token activates everything."""
+    activated = torch.zeros(512, 64)
+    activated[::length] = 1
+    sample = cpu._sample(activated, 8)
+    assert sample.shape == (8, 64)
+    firsts = sample[:, 0].sum().item() / 8
+    assert abs(firsts - 1 / length) <= 1 / 8
+
+
+def test_sampled_rows_are_different_ones():
+    for count, size in ((9, 8), (17, 16), (64, 8), (512, 8), (4096, 8), (100_000, 64)):
+        places = cpu._places(count, size)
+        assert len(set(places)) > 0.6 * size
+        assert min(places) >= 0
+        assert max(places) < count
+        assert max(places) - min(places) > count / 2
+    rows = torch.arange(8.0).reshape(4, 2)
+    assert cpu._sample(rows, 8) is rows

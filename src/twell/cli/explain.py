@@ -12,7 +12,7 @@ from rich.console import Console
 from .._errors import reject
 from .._files import write_json
 from .plot_file import check_plot, short_name
-from .progress import Bar, showing
+from .progress import NOISY, Bar, showing
 from .text import text_source
 
 if TYPE_CHECKING:
@@ -68,12 +68,14 @@ def run_explain(
     console.print(str(explained), **_PLAIN)
     gains = [layer.gain for layer in explained if layer.gain is not None]
     if gains:
-        share = sum(1 / gain for gain in gains) / len(gains)
+        share = sum(1 / gain.middle for gain in gains) / len(gains)
         console.print(
             f"\n{ids.numel():,} tokens on {_place(loaded)}: a block takes {share:.0%} of dense PyTorch's "
-            "time on average. 'at most' counts products only; 'union' is of 128 neighbouring tokens.",
+            "time on average (95% intervals above). 'union' is of 128 neighbouring tokens.",
             **_PLAIN,
         )
+        if any(gain.is_wide for gain in gains):
+            console.print(NOISY, style="yellow", **_PLAIN)
     if save:
         _save(loaded, ids, folder, console)
     if plot is not None:
@@ -96,7 +98,8 @@ def _save(model: object, ids: object, folder: Path, console: Console) -> None:
 def _draw(explained: Explanation, subtitle: str, plot: Path) -> None:
     from ..plots import layer_gains
 
-    active, gains = [layer.active for layer in explained], [layer.gain for layer in explained]
+    active = [layer.active for layer in explained]
+    gains = [None if layer.gain is None else layer.gain.middle for layer in explained]
     layer_gains(active, gains, plot, title="How active every block is, and what it gains", subtitle=subtitle)
 
 

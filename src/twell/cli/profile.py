@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .._errors import reject
 from .._files import needs_space
-from .progress import Bar, showing
+from .progress import NOISY, Bar, showing
 from .status import FAILED, INTERRUPTED
 from .text import text_source
 
@@ -168,6 +168,8 @@ def _show_lines(console: Console, profile: Profile) -> None:
             f"{speeds[0].tokens:,} tokens on {place}.{_correlation(profile)}",
             **_PLAIN,
         )
+        if any(speed.interval.is_wide for speed in speeds):
+            console.print(NOISY, style="yellow", **_PLAIN)
     if profile.mean_share > _HARDLY_SPARSE:
         slower = sum(speed.sparse_speedup < 1 for speed in speeds)
         measured = f"; {slower} of {len(speeds)} layers run slower than dense on that path" if speeds else ""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-import numpy as np
-
+from .._interval import Interval, paired_gain
 from .records import Record, central
 from .timing import Timing
 
 BASELINE = "dense-eager"
 _DENSE = ("dense", "best-dense")
-_RESAMPLED = 2000
 _LARGEST = ("largest_difference", "peak_bytes", "block_error", "hidden_error", "doubtful")
 
 
@@ -59,37 +57,6 @@ class Measured:
 
     def plus(self, **changes: Any) -> Measured:
         return dataclasses.replace(self, **changes)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate, and the bounds that hold 95% of its resampled values."""
-
-    low: float
-    middle: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.middle:.2f}x ({self.low:.2f}-{self.high:.2f})"
-
-
-def paired_gain(baseline: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> Interval:
-    """How many times faster `seconds` is than `baseline`: the median ratio of rounds, which ran side by side.
-
-    Both by process and by round. The interval resamples processes, and rounds inside of them.
-    """
-    ratios = [
-        [theirs / ours for theirs, ours in zip(*rounds, strict=False)]
-        for rounds in zip(baseline, seconds, strict=False)
-    ]
-    rounds = min(len(some) for some in ratios if some)  # one that was interrupted has fewer
-    table = np.array([some[:rounds] for some in ratios if some])
-    generator = np.random.default_rng(0)
-    processes = generator.integers(len(table), size=(_RESAMPLED, len(table), 1))
-    places = generator.integers(rounds, size=(_RESAMPLED, len(table), rounds))
-    drawn = np.median(table[processes, places].reshape(_RESAMPLED, -1), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return Interval(float(low), float(np.median(table)), float(high))
 
 
 @dataclass(frozen=True)

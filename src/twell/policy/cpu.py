@@ -5,6 +5,8 @@ Paths differ in the last bit; name one in a `Plan` where results must not depend
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -80,7 +82,7 @@ class MeasuredChunks:
 
     def choose(self, activated: Tensor) -> tuple[str, str]:
         tokens, neurons = activated.shape
-        sample = activated[:: max(tokens // _SAMPLED_TOKENS, 1)].bool()
+        sample = _sample(activated, _SAMPLED_TOKENS).bool()
         density = int(torch.count_nonzero(sample)) / max(sample.numel(), 1)
         limit = row_limit(self._site)
         reason = f"{density:.1%} of the neurons active in sampled tokens, rows pay up to {limit:.1%}"
@@ -159,12 +161,24 @@ def _is_sparse(args: FfnArgs) -> bool:
     tokens, neurons = args.x.shape[0], args.up.shape[0]
     least, most = _BACKWARD_SAMPLED_TOKENS.start, _BACKWARD_SAMPLED_TOKENS.stop - 1
     size = min(max(tokens // _BACKWARD_SAMPLED_SHARE, least), most, tokens)
-    # Multiples of the golden ratio spread evenly, without a period that sequences of a batch might share.
-    place = torch.arange(size, dtype=torch.float64, device="cpu") * _GOLDEN_RATIO % 1
     wide = torch.promote_types(args.x.dtype, torch.float32)
-    x = args.x.index_select(0, (place * tokens).long()).to(wide)
+    x = _sample(args.x, size).to(wide)
     bias = None if args.selector_bias is None else args.selector_bias.to(wide)
     with torch.autocast("cpu", enabled=False):
         pre = linear(x, args.selector.to(wide), bias)
     active = active_pairs(pre, args.activation)
     return int(torch.count_nonzero(active)) <= _MAX_DENSITY[wide] * size * neurons
+
+
+def _sample(rows: Tensor, size: int) -> Tensor:
+    """At most `size` rows of [M, K], spread evenly; all of them if there are no more."""
+    count = rows.shape[0]
+    return rows if count <= size else rows.index_select(0, torch.tensor(_places(count, size), device="cpu"))
+
+
+@lru_cache(maxsize=1024)
+def _places(count: int, size: int) -> tuple[int, ...]:
+    """`size` of range(count). A sequence's first tokens wake up to ten times as many neurons as the others and
+    must not come up too often: multiples of the golden ratio have no period that the sequences of a batch
+    might share, and do not begin with the first row."""
+    return tuple(int(place * _GOLDEN_RATIO % 1 * count) for place in range(1, size + 1))

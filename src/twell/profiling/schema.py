@@ -12,6 +12,7 @@ from typing import Any
 
 from .._errors import reject
 from .._files import write_json
+from .._interval import Interval
 
 FORMAT = "twell profile"
 VERSION = 1
@@ -101,6 +102,7 @@ class Speed:
     sparse_path, sparse_ms:  the sparse path by name: "block" on a GPU, "row" on a CPU.
     auto_ms, auto_path, reason:  what an automatic plan runs, and why.
     sparse_speedup, auto_speedup:  ratios of medians.
+    auto_low, auto_high:  95% interval of the latter; None in profiles of earlier versions.
     """
 
     tokens: int
@@ -113,6 +115,14 @@ class Speed:
     auto_ms: float
     auto_speedup: float
     reason: str
+    auto_low: float | None = None
+    auto_high: float | None = None
+
+    @property
+    def interval(self) -> Interval:
+        """Of `auto_speedup`."""
+        low, high = (self.auto_speedup if end is None else end for end in (self.auto_low, self.auto_high))
+        return Interval(low, self.auto_speedup, high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +271,11 @@ def _built(kind: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(
-            **{field.name: _built(hints[field.name], value[field.name]) for field in dataclasses.fields(kind)}
+            **{
+                field.name: _built(hints[field.name], value[field.name])
+                for field in dataclasses.fields(kind)
+                if field.name in value or field.default is dataclasses.MISSING
+            }
         )
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is list:

@@ -9,6 +9,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from .._interval import paired_gain
 from ..explanation import dense_as_stock
 from ..functional import run_ffn
 from ..layer_state import LayerState
@@ -43,6 +44,7 @@ def measure_speed(block: SparseMLP, x: Tensor, weights: Tensors, repetitions: in
         calls["auto"]()
         torch.cuda.synchronize(x.device)  # readings arrive behind their kernels
     times = compare(calls, device=x.device, warmup=3 if x.is_cuda else 1, repetitions=repetitions)
+    interval = paired_gain([times["dense"].samples], [times["auto"].samples])
     ran = auto_state.ran["forward"]
     return Speed(
         tokens=len(x),
@@ -55,6 +57,8 @@ def measure_speed(block: SparseMLP, x: Tensor, weights: Tensors, repetitions: in
         auto_ms=times["auto"].median * 1e3,
         auto_speedup=speedup(times["dense"], times["auto"]),
         reason=ran.reason,
+        auto_low=interval.low,
+        auto_high=interval.high,
     )
 
 

@@ -47,10 +47,13 @@ def make_headline(inputs: Inputs) -> Headline:
         best = max(gains, key=lambda gain: (gain.low > _NO_GAIN, -gain.rank, gain.low))
         claim = f"{best.what}: {times(best.value)} as fast as {best.baseline}."
         if best.low <= _NO_GAIN:
-            claim = f"Nothing measured here is surely faster than dense. The best: {claim}"
+            found = (
+                f"The nearest: {claim}" if best.value > 1 else f"{best.what}: {times(best.value)} its speed."
+            )
+            claim = f"Nothing measured here is surely faster than dense. {found}"
         interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
         conditions = best.conditions + interval
-        good = best.low > _NO_GAIN
+        good = True if best.low > _NO_GAIN else False if best.high < 1 else None  # None: nobody can tell
         if good:
             conditions += _without_gain(gains, best)
         facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
@@ -193,10 +196,15 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
         value = sum(speed.dense_ms for speed in timed) / sum(speed.auto_ms for speed in timed)
         where = one.profile.hardware
         place = where.get("gpu") or f"{where.get('cpu')}, {_threads(where)}"
+        low, high = (
+            sum(speed.dense_ms for speed in timed)
+            / sum(speed.dense_ms / getattr(speed.interval, end) for speed in timed)
+            for end in ("low", "high")
+        )
         yield Gain(
             value,
-            value,
-            value,
+            low,
+            high,
             _BLOCKS,
             f"{_blocks(len(timed))} of {_short_name(one.profile.model)}",
             "dense PyTorch",

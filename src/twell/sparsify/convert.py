@@ -73,7 +73,7 @@ class SparsifyReport:
         groups: dict[tuple, list[str]] = {}
         for row in self.blocks:
             shape = f"{row.hidden} x {row.neurons}"
-            key = (row.kind, ", ".join(row.projections), row.activation, shape, "sparse")
+            key = (row.kind, ", ".join(row.projections), row.activation, shape, "sparse where it pays")
             groups.setdefault(key, []).append(row.block)
         for skipped in self.skipped:
             groups.setdefault((skipped.kind, "", "", "", f"skipped: {skipped}"), []).append(skipped.name)
