@@ -59,14 +59,15 @@ def test_both_models_compute_the_same(pair, size):
     assert dense.argmax(-1).unique().numel() > 10  # not one token for everything
 
 
-def test_a_wrong_block_shows_in_the_logits():
+@pytest.mark.parametrize("layer", [0, 4, 7])
+def test_a_wrong_block_shows_in_the_logits(layer):
     """Comparing logits would prove nothing if blocks hardly changed them."""
     deep = ModelSize(hidden=128, neurons=512, layers=8, vocabulary=500, positions=256, nnz=9.0)
     right = build_pair(deep, dtype=torch.float32, device="cpu").dense
     ids = torch.randint(500, (2, 64), generator=torch.Generator().manual_seed(1))
     rounded, wrong = copy.deepcopy(right).bfloat16(), copy.deepcopy(right)
     with torch.no_grad():
-        wrong.model.layers[4].mlp.down_proj.weight.zero_()
+        wrong.model.layers[layer].mlp.down_proj.weight.zero_()
         expected, *found = (model(ids).logits.float() for model in (right, rounded, wrong))
     of_rounding, of_one_block = (relative_error(one, expected) for one in found)
     assert of_one_block > 5 * of_rounding

@@ -43,7 +43,7 @@ _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 _FIRST = 16  # new tokens that do not count: a step is captured meanwhile
 _MOST_ROUNDS = 4  # of generation, whose samples are many tokens each
-# Errors beyond this many times dense eager's are no rounding; one block left out makes 5 times and more.
+# Errors beyond this many times dense eager's are no rounding; one block left out makes 4.6 times and more.
 _DOUBTFUL, _ROUNDED = 3.0, 1e-5
 _LOOKED_AT = 8192  # tokens whose active neurons are counted
 

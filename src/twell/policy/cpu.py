@@ -178,7 +178,7 @@ def _sample(rows: Tensor, size: int) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _places(count: int, size: int) -> tuple[int, ...]:
-    """`size` of range(count). A sequence's first tokens wake up to ten times as many neurons as the others and
-    must not come up too often: multiples of the golden ratio have no period that the sequences of a batch
+    """`size` of range(count). A sequence's first tokens wake up to ten times as many neurons as the others,
+    and must not come up too often: multiples of the golden ratio have no period that the sequences of a batch
     might share, and do not begin with the first row."""
     return tuple(int(place * _GOLDEN_RATIO % 1 * count) for place in range(1, size + 1))
