@@ -23,6 +23,7 @@ LAYERS = [
     {"policy"},
     {"prepared"},
     {"flops", "ops"},
+    {"dense_step"},
     {"training_step"},
     {"functional"},
     {"block_table"},
