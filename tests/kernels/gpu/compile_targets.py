@@ -19,11 +19,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from twell import Plan, accumulate_in_place, ffn, ffn_with_stats
+from twell.activations import Activation
 from twell.backends import BACKENDS
 from twell.kernels.gpu import launch as launching
 from twell.kernels.gpu import sizes
 from twell.kernels.gpu import token as token_kernels
 from twell.kernels.gpu import training as training_step
+from twell.kernels.gpu.dense import FusedStep, fused_hidden
 from twell.kernels.gpu.device import Gpu
 from twell.kernels.gpu.row import run as rows
 
@@ -221,8 +223,21 @@ def generation() -> None:
         token_kernels.attend(projected, turns, turns, empty(batch, columns), column, cache, cache, 0.1)
 
 
-CALLS = {"90": (portable,), "hopper": (hopper, generation)}
-CALLS |= dict.fromkeys(("80", "89", "100", "120"), (portable, training, generation))
+def dense() -> None:
+    """What lies between the products of dense calls."""
+    pre, up, grad = (torch.empty(MANY, NEURONS, dtype=torch.bfloat16) for _ in range(3))
+    grad_l1 = torch.empty(())
+    for spec, gated in (("relu", True), ("drelu", True), ("relu2", False), ("fatrelu(0.5)", False)):
+        step = FusedStep(Activation.parse(spec), pre.dtype, gated)
+        if gated:
+            fused_hidden(step.activation, pre.dtype, gated)(pre, up)
+        step.forward(pre, up if gated else None, record=True)
+        step.backward(pre, up if gated else None, grad, grad_l1)
+        step.backward(pre, up if gated else None, grad, None, again=False)
+
+
+CALLS = {"90": (portable, dense), "hopper": (hopper, generation)}
+CALLS |= dict.fromkeys(("80", "89", "100", "120"), (portable, training, generation, dense))
 
 
 def gpu_of_target(target: str) -> Gpu:
