@@ -110,13 +110,14 @@ def gains() -> str:
         *latest(TRAINING, "cuda", "step", "checkpointed"),
     ]
     energy = {(_group(r), r.what.split("/")[2]): r.details.get("millijoules_per_token") for r in records}
+    doubtful = {(_group(r), r.what.split("/")[2]) for r in records if r.details.get("doubtful")}
     lines = ["| | over | times as fast | 95% interval | its energy |", "|---|---|---:|---:|---:|"]
     for record in records:
-        if not record.what.endswith("/ours-compiled"):
+        if not record.what.endswith("/ours-compiled") or record.details.get("doubtful"):
             continue
         for name, value in record.details.items():
             _, _, other = name.partition("over/")
-            if not other or other.endswith(("/low", "/high")):
+            if not other or other.endswith(("/low", "/high")) or (_group(record), other) in doubtful:
                 continue
             low, high = (record.details[f"{name}/{end}"] for end in ("low", "high"))
             ours = record.details.get("millijoules_per_token")
@@ -179,7 +180,8 @@ def _model(shape: dict) -> str:
 
 
 def _name(record: Record) -> str:
-    return record.what.split("/")[2].replace("-", " ")
+    doubt = " (computes something else)" if record.details.get("doubtful") else ""
+    return record.what.split("/")[2].replace("-", " ") + doubt
 
 
 def _gain(record: Record) -> str:

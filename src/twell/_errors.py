@@ -86,10 +86,21 @@ def explained(error: ImportError) -> str:
     return str(error)
 
 
+# Of the CPU's allocator, of CUDA where a kernel or a library finds no room, of Triton.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_STATUS_ALLOC_FAILED")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says so, whoever raised it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
 def asked_too_much(error: RuntimeError) -> str | None:
     """What was asked for, in torch's words, if `error` says that memory ran out; None for any other."""
     said = str(error)
-    if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in said:
+    if not ran_out_of_memory(error):
         return None
     amount = re.search(r"tried to allocate [\d.]+ \w+", said, re.IGNORECASE)
     return said.splitlines()[0] if amount is None else amount[0].lower()

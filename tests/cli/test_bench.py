@@ -13,8 +13,10 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 from PIL import Image
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
+import twell.hf  # noqa: F401 - registers our models
 from twell.cli import bench_jobs
 from twell.cli.app import app
 from twell.measure import models, read_records
@@ -231,6 +233,62 @@ def test_without_memory_a_contender_says_what_would_fit(tmp_path, monkeypatch):
     assert "out of memory: 3 x 16 tokens would fit" in result.output
     (ours,) = read_records(out)
     assert ours.what.endswith("ours-eager")
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "on"])
+def test_a_step_that_does_not_fit_says_what_would(tmp_path, monkeypatch, checkpointing):
+    """Ours takes at most 3 sequences, and lets go of what the step that broke off held."""
+    from twell.hf import SparseLlamaForCausalLM
+    from twell.measure.training import Step
+
+    loss, held = SparseLlamaForCausalLM.loss_function, []
+
+    def limited(self, *given, logits, **options):
+        if logits.shape[0] > 3:
+            held.append(self)
+            raise RuntimeError("CUDA error: out of memory")
+        return loss.fget(self)(*given, logits=logits, **options)
+
+    monkeypatch.setattr(
+        SparseLlamaForCausalLM, "loss_function", property(lambda self: lambda *a, **k: limited(self, *a, **k))
+    )
+    let_go = Step._let_go
+    monkeypatch.setattr(Step, "_let_go", lambda self: let_go(self) or held.append(self.model))
+    out = tmp_path / "records.jsonl"
+    sizes = ("--batch", "8", "--sequence-length", "16", "--checkpointing", checkpointing)
+    result = run("training", *sizes, *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "out of memory: 3 x 16 tokens would fit" in result.output
+    (dense,) = read_records(out)
+    assert dense.what.endswith("dense-eager")
+    assert held
+    assert all(layer.mlp.last_stats is None for model in held for layer in model.model.layers)
+    assert all(parameter.grad is None for model in held for parameter in model.parameters())
+
+
+def test_memory_that_runs_out_between_contenders_is_told(tmp_path, monkeypatch):
+    from twell.measure import contest
+
+    def compare(*given, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
+
+    monkeypatch.setattr(contest, "compare", compare)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", "--shape", "2x16", "--workload", "forward", *QUICK, "--out", str(out))
+    assert "out of memory while contenders took turns; --contenders names fewer" in result.output
+    assert read_records(out) == []
+
+
+def test_a_models_usual_sequence_is_as_long_as_its_positions(saved, tmp_path):
+    root, corpus = saved
+    out = tmp_path / "records.jsonl"
+    arguments = ("--text", str(corpus), "--workload", "forward", "--contenders", "ours-eager")
+    assert run("inference", str(root / "ours"), *arguments, *QUICK, "--out", str(out)).exit_code == 0
+    (ours,) = read_records(out)
+    positions = AutoConfig.from_pretrained(root / "ours").max_position_embeddings
+    assert ours.shape["sequence"] == min(positions, 256)
+    with pytest.raises(ValueError, match=f"at most {positions}, the model's positions"):
+        run("inference", str(root / "ours"), *arguments, *QUICK, "--shape", f"2x{positions + 1}")
 
 
 def test_bench_without_arguments_shows_its_commands():

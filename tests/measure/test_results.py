@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from twell._interval import paired_gain
 from twell.measure import Record, read_records, write_records
@@ -126,6 +127,18 @@ def test_the_largest_that_fits(limit, guess):
     assert len(tried) == len(set(tried)) <= 12
 
 
+def test_the_state_of_the_gpu_is_that_of_all_processes():
+    processes = [
+        measured("dense-eager", 1.0).plus(
+            power={"sm_clock_mhz": clock, "temperature_c": warm, "energy_from": "NVML"}
+        )
+        for clock, warm in ((1700, 50), (1801, 61))
+    ]
+    (record,) = records_of("bench_inference", processes, source=source("cpu", None), seed=0)
+    found = {name: record.hardware[name] for name in ("sm_clock_mhz", "temperature_c", "energy_from")}
+    assert found == {"sm_clock_mhz": 1750, "temperature_c": 61, "energy_from": "NVML"}
+
+
 def good(options, emit, say) -> None:
     say("working")
     emit(measured("dense-eager", float(options)))
@@ -134,6 +147,11 @@ def good(options, emit, say) -> None:
 def refuses(options, emit, say) -> None:
     emit(measured("dense-eager", 1.0))
     raise ValueError("batch: got 9; accepted: 8")
+
+
+def runs_out_of_memory(options, emit, say) -> None:
+    emit(measured("dense-eager", 1.0))
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
 
 def dies(options, emit, say) -> None:
@@ -152,6 +170,7 @@ def test_a_process_of_its_own():
     ("job", "kind", "message"),
     [
         (refuses, ValueError, "batch: got 9; accepted: 8"),
+        (runs_out_of_memory, torch.OutOfMemoryError, "ALLOC_FAILED"),
         (dies, RuntimeError, "exit code 9; what it had measured is kept"),
     ],
 )

@@ -83,7 +83,7 @@ def run_inference(
         text=tuple(text),
         dtype=dtype,
         workloads=tuple(workload) or WORKLOADS,
-        shapes=tuple(map(_shape, shape)) or (((32, 2048),) if gpu else ((2, 256),)),
+        shapes=tuple(map(_shape, shape)),
         prompts=tuple(prompts) or (1,),
         prompt_length=prompt_length or (128 if gpu else 16),
         new_tokens=new_tokens or (64 if gpu else 16),

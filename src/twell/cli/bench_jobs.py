@@ -36,7 +36,8 @@ class Common:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceOptions(Common):
-    """shapes: batch and sequence length of forward passes; prompts: sequences of generations."""
+    """shapes: batch and sequence length of forward passes; none: one that the model takes.
+    prompts: sequences of generations."""
 
     model: str | None
     text: tuple[str, ...]
@@ -95,10 +96,11 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
     setting = _setting(options, emit, say)
     say("building the models" if options.preset is not None else f"loading {options.model}")
     pair, tokens = _built(options) if options.preset is not None else _loaded(options)
+    shapes = options.shapes or (_usual_shape(pair, setting.device),)
     name = options.preset or short_name(str(options.model))
     if "forward" in options.workloads:
         chosen = [one for one in FORWARD if one in options.contenders]
-        for batch, sequence in options.shapes if chosen else ():
+        for batch, sequence in shapes if chosen else ():
             ids, origin = tokens(batch, sequence)
             calibrated = options.preset is not None
             given = Batch(ids=ids, origin=origin)
@@ -110,9 +112,15 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
             bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
 
 
+def _usual_shape(pair: ModelPair, device: torch.device) -> tuple[int, int]:
+    """The paper's, on a CPU a small one; shorter where the model has fewer positions."""
+    batch, sequence = (32, 2048) if device.type == "cuda" else (2, 256)
+    return batch, min(sequence, getattr(pair.dense.config, "max_position_embeddings", None) or sequence)
+
+
 def _built(options: InferenceOptions):
     size = preset_size(options.preset, layers=options.layers, nnz=options.nnz)
-    longest = max(length for _, length in options.shapes)
+    longest = max((length for _, length in options.shapes), default=0)
     if longest > size.positions:
         reject("shape", f"sequences of {longest} tokens", f"at most {size.positions}, the preset's positions")
     dtype = DTYPES[options.dtype]
@@ -137,7 +145,11 @@ def _loaded(options: InferenceOptions):
     require_sparse_blocks(sparse)
     pair = ModelPair(_stock_twin(sparse), sparse)
 
+    positions = getattr(sparse.config, "max_position_embeddings", None)
+
     def tokens(batch: int, length: int) -> tuple[Tensor, str]:
+        if positions is not None and length > positions:
+            reject("shape, prompt_length", f"{length} tokens", f"at most {positions}, the model's positions")
         windows = text_windows(sparse, tokenizer, documents(source), length)
         whole: list[list[int]] = []
         read = 0

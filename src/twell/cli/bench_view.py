@@ -119,6 +119,11 @@ def _notes(group: list[Merged]) -> list[str]:
             f"difference: the largest of a logit from {against}, relative to the largest logit; same tokens: "
             "as dense eager predicts next"
         )
+    elif group[0].first.workload == "generation" and "same_tokens_as_dense" in details:
+        lines.append(
+            "same tokens: as dense eager's. Each model goes on from its own tokens, so all may differ after "
+            f"one that rounding has changed (equal up to it: {_figures(group, 'same_until', '.0f')} tokens)"
+        )
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
             "difference: of the last hidden states from those of the same model in a wider dtype, relative; "

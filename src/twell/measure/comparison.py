@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
+from .._errors import ran_out_of_memory
 from .._log import recorded_paths
 from ..nn import SparseMLP
 from .contest import Contender, Setting, doubt
@@ -49,7 +50,7 @@ def compare_steps(
         try:
             compare()
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            if not ran_out_of_memory(error):
                 raise
             setting.say(f"{NOTE}{what} are not compared: that does not fit")
         setting.release()

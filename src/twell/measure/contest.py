@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._errors import reject
+from .._errors import ran_out_of_memory, reject
 from .._log import recorded_paths
 from .energy import Power, PowerSource, Reading, energy_of, mean_power, sampled
 from .environment import gpu_state
@@ -102,10 +102,8 @@ def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None
             setting.wait()
         contender.call()  # calls that nobody records may be prepared
         setting.wait()
-    except torch.OutOfMemoryError:
-        contender.failure = "out of memory"
     except RuntimeError as error:
-        if "not enough memory" not in str(error):  # the CPU's allocator
+        if not ran_out_of_memory(error):
             raise
         contender.failure = "out of memory"
     if contender.failure is not None:
@@ -146,14 +144,29 @@ def run_contest(contenders: list[Contender], workload: Workload, setting: Settin
             setting.emit(measured(failed))
     if not running:
         return
-    timings, power = _time(running, workload, setting)
+    try:
+        timings, power = _time(running, workload, setting)
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        for one in running:
+            one.failure = "out of memory while contenders took turns; --contenders names fewer"
+            setting.emit(measured(one))
+        setting.release()
+        return
     found = {one.name: {"seconds": timings[one.name].samples, "power": power} for one in running}
     for one in running:
         setting.emit(measured(one, **found[one.name]))
     if setting.memory:
         for one in running:
             setting.say(f"{workload.title}: memory of {one.name}")
-            one.details["peak_bytes"] = one.own_bytes + peak_bytes(one.call, setting.device)
+            try:
+                one.details["peak_bytes"] = one.own_bytes + peak_bytes(one.call, setting.device)
+            except RuntimeError as error:
+                if not ran_out_of_memory(error):
+                    raise
+                setting.say(f"{NOTE}{one.name}: no memory for one call more, so its memory is not known")
+                setting.release()
             setting.emit(measured(one, **found[one.name]))
     if setting.source is None or setting.energy_seconds <= 0:
         return
@@ -190,7 +203,8 @@ def _time(
         timings = compare(
             {one.name: one.call for one in running},
             device=setting.device,
-            warmup=0,
+            # A round that does not count: after `release` the allocator is empty.
+            warmup=1 if setting.device.type == "cuda" else 0,
             repetitions=setting.rounds,
             calls_per_sample=1,
             progress=progress,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
-from .._errors import reject
+from .._errors import ran_out_of_memory, reject
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
@@ -107,7 +107,7 @@ def bench_forward(
             return _logits(model, ids, keep)
 
     def what_fits(model: nn.Module) -> Callable[[], str]:
-        return lambda: _fitting_batch(lambda n: run(model, ids[:n]), sequences, length, setting)
+        return lambda: fitting_batch(lambda n: run(model, ids[:n]), sequences, length, setting)
 
     makers: dict[str, Callable[[], nn.Module]] = {
         "dense-eager": lambda: pair.dense,
@@ -151,18 +151,20 @@ def _logits(model: nn.Module, ids: Tensor, keep: int) -> Tensor:
     return model(ids, use_cache=False).logits[:, -keep:]
 
 
-def _fitting_batch(call: Callable[[int], object], sequences: int, length: int, setting: Setting) -> str:
+def fitting_batch(call: Callable[[int], object], sequences: int, length: int, setting: Setting) -> str:
     def fits(count: int) -> bool:
         try:
             call(count)
             setting.wait()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             return False
         finally:
             setting.release()
         return True
 
-    found = largest_that_fits(fits, max(sequences // 2, 1), max(sequences - 1, 1))
+    found = largest_that_fits(fits, max(sequences // 2, 1), sequences - 1) if sequences > 1 else 0
     return f"{found} x {length} tokens would fit" if found else f"not even 1 x {length} tokens fit"
 
 
@@ -177,7 +179,9 @@ def _best_dense(
     ):
         try:
             model = build()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             setting.say(f"{NOTE}best dense: {way} does not fit")
             setting.release()
             continue
@@ -249,7 +253,9 @@ def _wider_logits(dense: nn.Module, ids: Tensor, keep: int, setting: Setting) ->
         return None
     try:
         return _logits(copy.deepcopy(dense).to(wider), ids, keep)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
         return None
     finally:
         setting.release()
@@ -285,6 +291,13 @@ def bench_generation(
     }
     models = {one: models[one] for one in contenders}
 
+    def what_fits(model: nn.Module) -> Callable[[], str]:
+        def generate(count: int) -> None:
+            with torch.no_grad():
+                model.generate(ids[:count], max_new_tokens=1, do_sample=False, pad_token_id=0)
+
+        return lambda: fitting_batch(generate, sequences, prompt, setting)
+
     def run(model: nn.Module, tokens: int) -> Tensor:
         with torch.no_grad():
             return model.generate(
@@ -303,14 +316,15 @@ def bench_generation(
             sparse=one.startswith("ours"),
             sparse_tokens=sequences,
         )
-        if ready(contender, setting):
+        if ready(contender, setting, what_fits(model)):
             outputs[one] = contender.call()
         running.append(contender)
     stock = outputs.get("dense-eager", next(iter(outputs.values()), None))
     for one in running:
         if one.name in outputs:
-            same = (outputs[one.name] == stock)[:, prompt:].float().mean().item()
-            one.details["same_tokens_as_dense"] = same
+            same = (outputs[one.name] == stock)[:, prompt:].double()
+            one.details["same_tokens_as_dense"] = same.mean().item()
+            one.details["same_until"] = same.cumprod(1).sum(1).mean().item()
     _time_tokens(running, models, run, new_tokens, workload, setting)
     setting.release()
 

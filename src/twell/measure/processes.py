@@ -8,6 +8,9 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
+from .._errors import ran_out_of_memory
 from .results import Measured
 
 Emit = Callable[[Measured], None]
@@ -19,7 +22,8 @@ Job = Callable[[Any, Emit, Say], None]
 def run_apart(job: Job, options: Any, emit: Emit, say: Say) -> None:
     """Run job(options, emit, say) in a new process. `job` is a function of a module, options can be pickled.
 
-    Raises ValueError as the job does. A process that dies raises RuntimeError; what it emitted before counts.
+    Raises ValueError as the job does, and torch.OutOfMemoryError where memory ran out. A process that dies
+    raises RuntimeError. What it emitted before counts.
     """
     context = get_context("spawn")  # a forked process could not use the GPU
     here, there = context.Pipe(duplex=False)
@@ -33,6 +37,8 @@ def run_apart(job: Job, options: Any, emit: Emit, say: Say) -> None:
                 break
             if kind == "refused":
                 raise ValueError(content)
+            if kind == "memory":
+                raise torch.OutOfMemoryError(content)
             if kind == "failed":
                 raise RuntimeError(f"a measuring process failed:\n{content}")
             (emit if kind == "measured" else say)(content)
@@ -59,8 +65,11 @@ def _work(job: Job, options: Any, connection: Connection) -> None:
         )
     except ValueError as error:
         connection.send(("refused", str(error)))
-    except BaseException:
-        connection.send(("failed", traceback.format_exc()))
+    except BaseException as error:
+        if ran_out_of_memory(error):
+            connection.send(("memory", str(error)))
+        else:
+            connection.send(("failed", traceback.format_exc()))
     else:
         connection.send(("done", None))
     finally:

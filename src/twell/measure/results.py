@@ -107,6 +107,19 @@ class Merged:
         return None if self.joules is None else self.joules / self.first.tokens * 1e3
 
     @property
+    def power(self) -> dict[str, Any]:
+        """Means over processes; the highest temperature."""
+        entries: dict[str, Any] = {}
+        for name, value in self.first.power.items():
+            found = [m.power[name] for m in self.processes if m.power.get(name) is not None]
+            if name == "temperature_c":
+                value = max(found, default=value)
+            elif isinstance(value, (int, float)):
+                value = type(value)(round(fmean(found), 1))
+            entries[name] = value
+        return entries
+
+    @property
     def error(self) -> float | None:
         return max((m.error for m in self.processes if m.error is not None), default=None)
 
@@ -188,7 +201,7 @@ def records_of(
                 error=one.error,
                 details=_details(one),
                 seed=seed,
-                **{**source, "hardware": {**source["hardware"], **one.first.power}},
+                **{**source, "hardware": {**source["hardware"], **one.power}},
             )
         )
     return records

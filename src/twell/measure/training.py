@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._errors import reject
+from .._errors import ran_out_of_memory, reject
 from .baselines import (
     AUTOTUNE,
     compile_layers,
@@ -23,7 +23,7 @@ from .baselines import (
 )
 from .comparison import compare_steps
 from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
-from .inference import described, sparsity_of
+from .inference import described, fitting_batch, sparsity_of
 from .memory import peak_bytes
 from .models import ModelPair, ModelSize, build_pair, free_bytes, require_room, shared_twin
 from .results import Measured
@@ -159,11 +159,23 @@ class Step:
         self._fused_loss = getattr(model, "fused_loss", None)
 
     def __call__(self) -> Tensor:
-        loss = self._forward()
-        loss.backward()
-        self._optimiser.step()
+        try:
+            loss = self._forward()
+            loss.backward()
+            self._optimiser.step()
+        except BaseException:
+            self._let_go()
+            raise
         self._optimiser.zero_grad(set_to_none=True)
         return loss.detach()
+
+    def _let_go(self) -> None:
+        """Free what a step that broke off holds: gradients, and the graph behind the blocks' L1."""
+        from ..hf import sparse_mlps
+
+        self._optimiser.zero_grad(set_to_none=True)
+        for mlp in sparse_mlps(self.model):
+            mlp.last_stats = None
 
     def _forward(self) -> Tensor:
         ids = self._ids
@@ -226,7 +238,7 @@ def bench_training(
                 warm_up=8 if one.startswith("ours") else 3,
                 sparse=one.startswith("ours"),
             )
-            if ready(contender, setting):
+            if ready(contender, setting, lambda one=one: _what_fits(trained, one, checkpointing, setting)):
                 contender.own_bytes = trained.own_bytes(one)
                 contender.details["loss"] = contender.call().item()
             running.append(contender)
@@ -238,6 +250,17 @@ def bench_training(
         run_contest(running, workload, setting)
     running.clear()
     setting.release()
+
+
+def _what_fits(trained: Trained, contender: str, checkpointing: bool, setting: Setting) -> str:
+    """How many sequences would fit, next to the other models. Without a compiler: it would compile again for
+    every number."""
+    case, eager = trained.case, "ours-eager" if contender.startswith("ours") else "dense-eager"
+
+    def step(sequences: int) -> None:
+        trained.step(eager, case.ids(sequences), checkpointing)()
+
+    return fitting_batch(step, case.batch, case.sequence, setting)
 
 
 def layers_that_fit(case: TrainingCase, setting: Setting) -> int:
@@ -260,7 +283,9 @@ def layers_that_fit(case: TrainingCase, setting: Setting) -> int:
         try:
             step()
             needed.append(2 * trained.own_bytes("dense-eager") + peak_bytes(step, case.device))
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             reject(
                 "batch",
                 f"{case.batch} x {case.sequence} tokens, which do not fit with {layers} layers",
@@ -291,6 +316,7 @@ def largest_micro_batch(
 
     def fits(batch: int) -> bool:
         setting.say(f"largest micro-batch of {contender}: trying {batch}")
+        step = None
         try:
             step = trained.step(contender, case.ids(batch), checkpointing)
             for _ in range(3 if ours else 1):  # until layers train sparse
@@ -299,9 +325,12 @@ def largest_micro_batch(
             if memory is None:
                 return True
             return trained.own_bytes(contender) + peak_bytes(step, case.device) <= memory
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             return False
         finally:
+            step = None  # it holds memory until it is gone, which the next trial needs
             for parameter in kept.parameters():
                 parameter.grad = None
             setting.release()
