@@ -16,16 +16,17 @@ _MODELS = {
     "paper-1.5b": "1.5B",
     "paper-2b": "2B",
     "lambda-2e-5": "4 trained layers",
+    "english-8": "8 trained layers",
 }
 
 
 def latest(path: Path, device: str, *workloads: str) -> list[Record]:
-    """Records of some workloads on a kind of device; of those that were measured again, the last."""
+    """Records of some workloads on a kind of device; of those that were measured again, the last. Models that
+    fire other numbers of neurons are others."""
     found: dict[tuple, Record] = {}
     for record in read_records(path) if path.exists() else ():
         if record.what.split("/")[1] in workloads and record.hardware["device"] == device:
-            shape = {name: value for name, value in record.shape.items() if name != "meaning"}
-            key = (record.what, *sorted(shape.items()))
+            key = (record.what, *_group(record))
             found.pop(key, None)
             found[key] = record
     return list(found.values())
@@ -90,7 +91,7 @@ def _table(
         shape, details = record.shape, record.details
         cells = [
             _model(shape),
-            _number(record.sparsity.get("nnz"), ".0f"),
+            _active(record),
             *(_cell(shape[name]) for name in names),
             _name(record),
             f"{details['tokens'] / record.value / 1e3:,.4g}",
@@ -126,8 +127,9 @@ def gains() -> str:
             what = {"forward": "forward", "step": "training step"}.get(
                 record.what.split("/")[1], "checkpointed training step"
             )
+            model = f"{_model(record.shape)}, {_active(record)} active"
             lines.append(
-                f"| {_model(record.shape)}, {what} | {other.replace('-', ' ')} | **{value:.2f}x** "
+                f"| {model}, {what} | {other.replace('-', ' ')} | **{value:.2f}x** "
                 f"| {low:.2f} to {high:.2f} | {share} |"
             )
     return "\n".join(lines) if len(lines) > 2 else NOT_MEASURED
@@ -135,7 +137,11 @@ def gains() -> str:
 
 def _group(record: Record) -> tuple:
     shape = {name: value for name, value in record.shape.items() if name != "meaning"}
-    return record.what.split("/")[1], *sorted(shape.items())
+    return record.what.split("/")[1], _active(record), *sorted(shape.items())
+
+
+def _active(record: Record) -> str:
+    return _number(record.sparsity.get("nnz"), ".0f")
 
 
 def best_dense() -> str:

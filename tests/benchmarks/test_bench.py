@@ -74,11 +74,31 @@ def test_inference(tables):
     assert rows[0] == "| 2B | 24 | 32 | 2048 | dense eager | 109.2 |  | 5.49 | 12.0 GiB | 4e-03 | 99.1% |"
     assert len(rows) == 3  # the one that was measured again counts
     assert "| ours compiled | 163.8 | **1.50x** (1.50-1.50) | 3.66 |" in rows[2]
-    assert "| 2B, forward | best dense | **1.25x** | 1.25 to 1.25 | 0.80x |" in tables.gains()
+    assert "| 2B, 24 active, forward | best dense | **1.25x** | 1.25 to 1.25 | 0.80x |" in tables.gains()
     assert tables.best_dense() == "- 2B: best-dense in words."
     assert "NVIDIA H200" in tables.measured_on()
     assert "640 W of 700 W, up to 60 C, idle 80.0 W" in tables.measured_on()
     assert tables.forward("cpu") == tables.NOT_MEASURED
+
+
+def test_models_that_fire_other_numbers_of_neurons_are_others(tables):
+    dense, ours = (measured("forward", one, s) for one, s in (("dense-eager", 0.6), ("ours-compiled", 0.3)))
+    sparse = records("bench_inference", dense, ours)
+    active = {"sparsity": {"nnz": 1500.2}}
+    less = records("bench_inference", dense.plus(**active), ours.plus(**active, seconds=(0.6, 0.6)))
+    write_records(tables.INFERENCE, [*sparse, *less])
+    assert [row.split(" | ")[1] for row in tables.forward().splitlines()[2:]] == ["24", "24", "1500", "1500"]
+    with benchmark_modules("tables_headline") as (headline,):
+        found = headline._by_contender([*sparse, *less])
+    assert found["ours-compiled"].sparsity["nnz"] == 24.1
+
+
+def test_what_computes_something_else_gains_nothing(tables):
+    dense, ours = (measured("forward", one, s) for one, s in (("dense-eager", 0.6), ("ours-compiled", 0.3)))
+    wrong = ours.plus(details={**ours.details, "doubtful": 1})
+    write_records(tables.INFERENCE, records("bench_inference", dense, wrong))
+    assert "ours compiled (computes something else)" in tables.forward()
+    assert tables.gains() == tables.NOT_MEASURED
 
 
 def test_training(tables):
@@ -89,4 +109,4 @@ def test_training(tables):
     ]
     write_records(tables.TRAINING, records("bench_training", *found))
     assert [row.split(" | ")[3] for row in tables.training().splitlines()[2:]] == ["off", "off", "on", "on"]
-    assert "| 2B, checkpointed training step | dense eager | **2.00x** |" in tables.gains()
+    assert "| 2B, 24 active, checkpointed training step | dense eager | **2.00x** |" in tables.gains()

@@ -266,6 +266,18 @@ def test_a_step_that_does_not_fit_says_what_would(tmp_path, monkeypatch, checkpo
     assert all(parameter.grad is None for model in held for parameter in model.parameters())
 
 
+def test_tokens_that_take_less_than_times_vary_are_not_reported(tmp_path, monkeypatch):
+    """A sample is a difference of two times, which noise can make negative."""
+    from twell.measure import inference
+
+    monkeypatch.setattr(inference, "perf_counter", lambda: 1.0)
+    out = tmp_path / "records.jsonl"
+    sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
+    result = run("inference", *sizes, *QUICK, "--out", str(out))
+    assert "times vary by more than 2 tokens take; more --new-tokens" in result.output
+    assert read_records(out) == []
+
+
 def test_memory_that_runs_out_between_contenders_is_told(tmp_path, monkeypatch):
     from twell.measure import contest
 

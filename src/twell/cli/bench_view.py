@@ -105,7 +105,8 @@ def _title(group: list[Merged]) -> str:
         if "checkpointing" not in shape
         else (", with checkpointing" if shape["checkpointing"] else ", without checkpointing")
     )
-    return f"{what} of {shape['model']}, {shape['layers']} layers, {size}, {shape['dtype']}{more}"
+    precision = shape.get("precision", shape["dtype"])
+    return f"{what} of {shape['model']}, {shape['layers']} layers, {size}, {precision}{more}"
 
 
 def _notes(group: list[Merged]) -> list[str]:
@@ -184,11 +185,15 @@ def where(records: Sequence[Record]) -> list[str]:
     lines = [
         f"{hardware.get('gpu') or hardware['cpu']}, torch {versions['torch']}, commit {records[-1].commit}"
     ]
-    if hardware.get("sm_clock_mhz") is not None:
-        limit = hardware.get("power_limit_w")
+    timed = [record.hardware for record in records if record.unit == "s"]
+    clocks = [one["sm_clock_mhz"] for one in timed if one.get("sm_clock_mhz") is not None]
+    watts = [one["power_w"] for one in timed if one.get("power_w") is not None]
+    if clocks and watts:
+        warmest = max(one.get("temperature_c") or 0 for one in timed)
+        limit, idle = hardware.get("power_limit_w"), hardware.get("idle_power_w", "?")
         lines.append(
-            f"{hardware['sm_clock_mhz']} MHz, {hardware.get('power_w')} W of {limit} W, "
-            f"{hardware.get('temperature_c')} C; idle {hardware.get('idle_power_w', '?')} W"
+            f"{min(clocks)} to {max(clocks)} MHz, {min(watts):.0f} to {max(watts):.0f} W of "
+            f"{limit} W, up to {warmest} C; idle {idle} W"
         )
     methods = sorted({str(r.hardware["energy_from"]) for r in records if r.hardware.get("energy_from")})
     lines.append(f"energy: {', '.join(methods)}" if methods else "energy: not measured")

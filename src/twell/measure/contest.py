@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._errors import ran_out_of_memory, reject
-from .._log import recorded_paths
+from .._log import Ran, recorded_paths
 from .energy import Power, PowerSource, Reading, energy_of, mean_power, sampled
 from .environment import gpu_state
 from .memory import peak_bytes
@@ -31,7 +31,8 @@ class Contender:
     own_bytes:    memory that it holds between calls: weights, the optimiser's state.
     warm_up:      calls until it is ready: what it compiles is compiled, its layers are read.
     sparse:       whether our kernels should run in it, so that it is looked at which paths they take.
-    sparse_tokens:  look at calls with so many tokens, of the whole warm-up: what is captured runs but once.
+    sparse_tokens:  look at blocks' calls with so many tokens, of the whole warm-up: what is captured runs but
+                  once. None: at a call after the rounds.
     """
 
     name: str
@@ -96,8 +97,6 @@ def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None
     try:
         with recorded_paths() as ran:
             for _ in range(max(contender.warm_up, 1)):
-                if contender.sparse_tokens is None:
-                    ran.clear()
                 contender.call()
             setting.wait()
         contender.call()  # calls that nobody records may be prepared
@@ -112,13 +111,16 @@ def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None
             contender.failure += f": {fits()}"
         setting.say(f"{NOTE}{contender.name}: {contender.failure}")
         return False
-    looked_at = [one for one in ran if contender.sparse_tokens in (None, one.tokens)]
-    if contender.sparse and looked_at:
-        sparse = sum(piece.path != "dense" for piece in looked_at)
-        contender.details["sparse_share"] = sparse / len(looked_at)
+    if contender.sparse_tokens is not None:
+        _note_paths(contender, [piece for piece in ran if piece.tokens == contender.sparse_tokens])
     contender.details["ready_seconds"] = round(perf_counter() - began, 2)
     setting.say(f"{contender.name}: ready after {perf_counter() - began:.1f} s")
     return True
+
+
+def _note_paths(contender: Contender, ran: Sequence[Ran]) -> None:
+    if contender.sparse and ran:
+        contender.details["sparse_share"] = sum(piece.path != "dense" for piece in ran) / len(ran)
 
 
 def run_contest(contenders: list[Contender], workload: Workload, setting: Setting) -> None:
@@ -154,6 +156,12 @@ def run_contest(contenders: list[Contender], workload: Workload, setting: Settin
             setting.emit(measured(one))
         setting.release()
         return
+    for one in running:
+        if one.sparse and one.sparse_tokens is None:
+            # After the rounds: while a layer is new, many calls read how active it is.
+            with recorded_paths() as ran:
+                one.call()
+            _note_paths(one, ran)
     found = {one.name: {"seconds": timings[one.name].samples, "power": power} for one in running}
     for one in running:
         setting.emit(measured(one, **found[one.name]))

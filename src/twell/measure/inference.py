@@ -43,6 +43,7 @@ _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 _FIRST = 16  # new tokens that do not count: a step is captured meanwhile
 _MOST_ROUNDS = 4  # of generation, whose samples are many tokens each
+_TRIES = 3  # for a sample of generation, which is a difference of two times
 # Errors beyond this many times dense eager's are no rounding; one block left out makes 4.6 times and more.
 _DOUBTFUL, _ROUNDED = 3.0, 1e-5
 _LOOKED_AT = 8192  # tokens whose active neurons are counted
@@ -346,14 +347,27 @@ def _time_tokens(
         setting.wait()
         return perf_counter() - began
 
-    alive = [one for one in running if one.failure is None]
-    seconds: dict[str, list[float]] = {one.name: [] for one in alive}
+    def sample(one: Contender) -> float | None:
+        """Seconds of a token; None where times vary by more than the tokens take."""
+        for _ in range(_TRIES):
+            long, short = (timed(models[one.name], _FIRST + more) for more in (new_tokens, 0))
+            if long > short:
+                return (long - short) / new_tokens
+        return None
+
+    seconds: dict[str, list[float]] = {one.name: [] for one in running if one.failure is None}
     rounds = min(setting.rounds, _MOST_ROUNDS)
     for turn in range(rounds):
-        for one in alive[:: -1 if turn % 2 else 1]:
+        for one in running[:: -1 if turn % 2 else 1]:
+            if one.failure is not None:
+                continue
             setting.say(f"{workload.title}: round {turn + 1} of {rounds}, {one.name}")
-            long, short = (timed(models[one.name], _FIRST + more) for more in (new_tokens, 0))
-            seconds[one.name].append(max(long - short, 1e-9) / new_tokens)
+            found = sample(one)
+            if found is None:
+                one.failure = f"times vary by more than {new_tokens} tokens take; more --new-tokens"
+                setting.say(f"{NOTE}{one.name}: {one.failure}")
+            else:
+                seconds[one.name].append(found)
 
     def emit(measured: Measured) -> None:
         """Replace the whole calls that the contest has timed by tokens."""
