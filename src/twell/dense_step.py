@@ -1,5 +1,9 @@
 """Dense training steps on a GPU: what lies between their products in one kernel each way, statistics and L1
-with it. PyTorch's own operations took 5 to 10% of a step for them."""
+with it.
+
+A model whose layers all ran dense trained at 0.95x of stock without them, eager, with PyTorch's operations
+(`docs/reproduce.md`, lambda 0), and trains at 0.97x with these kernels (`docs/benchmarks.md`, 1,500 active).
+"""
 
 from __future__ import annotations
 
