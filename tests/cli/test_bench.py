@@ -333,9 +333,10 @@ def test_a_gpu_runs_every_contender(tmp_path):
 def test_a_gpu_trains_every_contender(tmp_path):
     out = tmp_path / "records.jsonl"
     sizes = ("--preset", "paper-0.5b", "--layers", "2", "--batch", "8", "--sequence-length", "1024")
+    quick = ("--rounds", "3", "--energy-seconds", "0.5", "--processes", "1")
     result = CliRunner().invoke(
         app,
-        ["bench", "training", *sizes, "--rounds", "3", "--processes", "1", "--out", str(out)],
+        ["bench", "training", *sizes, *quick, "--out", str(out)],
         catch_exceptions=False,
     )
     assert result.exit_code == 0

@@ -1,6 +1,7 @@
-"""What lies between the products of the dense path in one kernel, where PyTorch takes two or three, and with
-statistics nine, and passes over the hidden values as often: at 8,192 tokens of D 2048, H 5632 that is a
-twentieth of the block, and a tenth of a training step with statistics."""
+"""What lies between the products of the dense path in one kernel, where PyTorch takes two or three, and
+passes over the hidden values as often: at 8,192 tokens of D 2048, H 5632 that is a twentieth of the block.
+With statistics, in training, it takes nine.
+"""
 
 from __future__ import annotations
 
