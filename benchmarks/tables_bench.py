@@ -174,10 +174,11 @@ def _where(path: Path, records: list[Record]) -> str:
         line += f"; {min(clocks)} to {max(clocks)} MHz, {min(watts):.0f} to {max(watts):.0f} W"
         if hardware.get("power_limit_w") is not None:
             line += f" of {hardware['power_limit_w']:.0f} W"
-        line += f", up to {hardware.get('temperature_c')} C, idle {hardware.get('idle_power_w', '?')} W"
+        warmest = max(r.hardware.get("temperature_c") or 0 for r in records)
+        line += f", up to {warmest} C, idle {hardware.get('idle_power_w', '?')} W"
     methods = sorted({str(r.hardware["energy_from"]) for r in records if r.hardware.get("energy_from")})
-    processes = max(r.details["processes"] for r in records)
-    line += f"; {processes:.0f} process{'es' if processes > 1 else ''}"
+    processes = sorted({round(r.details["processes"]) for r in records})
+    line += f"; {' or '.join(map(str, processes))} process{'es' if processes[-1] > 1 else ''}"
     return f"{line}; energy from {', '.join(methods)}." if methods else f"{line}; no energy."
 
 

@@ -23,7 +23,6 @@ LAYERS = [
     {"policy"},
     {"prepared"},
     {"flops", "ops"},
-    {"dense_step"},
     {"training_step"},
     {"functional"},
     {"block_table"},

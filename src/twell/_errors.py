@@ -86,7 +86,7 @@ def explained(error: ImportError) -> str:
     return str(error)
 
 
-# Of the CPU's allocator, of CUDA where a kernel or a library finds no room, of Triton.
+# The CPU's allocator says one of the first two, CUDA, its libraries and Triton the others.
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_STATUS_ALLOC_FAILED")
 
 

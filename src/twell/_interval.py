@@ -31,7 +31,8 @@ class Interval:
 def paired_gain(baseline: Sequence[Sequence[float]], seconds: Sequence[Sequence[float]]) -> Interval:
     """How many times faster `seconds` is than `baseline`: the median ratio of rounds, which ran side by side.
 
-    Both by process and by round. The interval resamples processes, and rounds inside of them.
+    Both by process and by round; in one process at least both have some. The interval resamples processes,
+    and rounds inside of them.
     """
     ratios = [
         [theirs / ours for theirs, ours in zip(*rounds, strict=False)]

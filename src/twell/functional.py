@@ -16,7 +16,6 @@ from ._log import log_once
 from ._observers import must_save_the_same
 from .activations import Activation
 from .backends import get_backend
-from .dense_step import run_dense_step
 from .kernels.dense import dense_forward
 from .layer_state import LayerState, layer_of
 from .ops import ffn_op, tell_flop_counters, train_op
@@ -232,8 +231,6 @@ def _run(
             output = _compiled_dense()(args, record)
         elif x.is_cuda and not training and not record and is_capturing():
             output = captured_dense(args, is_automatic(plan), decision.reason)
-        elif training:
-            output = run_dense_step(args, record, decision.reason)
         else:
             output = dense_forward(args, record, is_automatic(plan), decision.reason)
         if decision.ahead and lasting and not record and x.device.type != "meta":

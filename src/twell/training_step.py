@@ -19,7 +19,6 @@ from ._observers import saving_observer
 from .accumulation import accumulates_in_place
 from .activations import Activation
 from .backends import get_backend
-from .dense_step import fused_step
 from .kernels.dense import DenseActivations, dense_backward, dense_forward_keeping
 from .layer_state import LayerState
 from .ops import (
@@ -118,7 +117,7 @@ class _Checkpointed(_Once):
         self._decide(args)
         decision, tokens, neurons = self.decision, args.x.shape[0], args.up.shape[0]
         if decision.path == "dense":
-            output, kept = dense_forward_keeping(args, self.record, decision.reason, fused_step(args))
+            output, kept = dense_forward_keeping(args, self.record, decision.reason)
             sizes = get_backend(decision.backend).training.sizes(tokens, neurons, decision.block_rows)
             saved = Saved(*(integers(args.x, 1).expand(size) for size in sizes))
         else:
@@ -140,8 +139,7 @@ class _Checkpointed(_Once):
         kept = None if torch.is_grad_enabled() else DenseActivations(pre, up)
         note_path("dense", args.x, args.up.shape[0], "backward", "as its forward")
         needed = FfnArgs(*call.needed, None)
-        step = fused_step(args) if kept is not None and only_values_matter(call.tensors) else None
-        return laid_out(dense_backward(args, call.grad_y, call.grad_l1, needed, kept, step), args.down)
+        return laid_out(dense_backward(args, call.grad_y, call.grad_l1, needed, kept), args.down)
 
 
 Holds = Callable[[Tensors], bool]

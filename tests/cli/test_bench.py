@@ -212,6 +212,54 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     assert len(read_records(out)) == 2
 
 
+@pytest.mark.parametrize(("before", "said"), [(True, "before is above"), (False, "nothing was measured yet")])
+def test_ctrl_c_is_answered_and_seen_by_scripts(tmp_path, monkeypatch, before, said):
+    job = seconds_by_seed
+
+    def interrupted(options, emit, say):
+        if before:
+            job(options, emit, say)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", interrupted)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", *QUICK, "--out", str(out))
+    assert result.exit_code == 130
+    assert "twell: interrupted; " in result.stderr
+    assert said in result.stderr
+    assert out.exists() == before
+
+
+def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
+    from rich.console import Console
+
+    from twell.cli import bench_view
+    from twell.measure.results import Measured, merge
+
+    shape = {"model": "paper-2b", "layers": 38, "batch": 32, "sequence": 2048, "dtype": "bfloat16"}
+    found = [
+        Measured(
+            workload="forward",
+            contender=contender,
+            meaning="in words",
+            shape=shape,
+            tokens=65536,
+            seconds=(seconds, seconds * 1.1),
+            joules=(400.0,),
+            sparsity={"nnz": 24.1, "nnz_least": 23.9, "nnz_most": 24.4},
+            details={"peak_bytes": 123.4 * 2**20, "largest_difference": 5e-7, "same_tokens_as_dense": 1.0},
+        )
+        for contender, seconds in (("dense-eager", 7.1), ("dense-compiled", 0.5), ("ours-compiled", 0.035))
+    ]
+    console = Console(width=80)
+    with console.capture() as captured:
+        bench_view.show(console, merge(found), [])
+    table = captured.get().split("dense-eager: in words")[0]
+    for figure in ("123.4 MiB", "5.0e-07", "100.0%", "6.1", "202.86x", "dense-compiled"):
+        assert figure in table
+    assert max(len(line) for line in table.splitlines()[1:]) <= 80
+
+
 def test_without_memory_a_contender_says_what_would_fit(tmp_path, monkeypatch):
     """The dense model takes at most 3 sequences; ours takes all 8, and is measured."""
     from transformers import LlamaForCausalLM
@@ -266,16 +314,23 @@ def test_a_step_that_does_not_fit_says_what_would(tmp_path, monkeypatch, checkpo
     assert all(parameter.grad is None for model in held for parameter in model.parameters())
 
 
-def test_tokens_that_take_less_than_times_vary_are_not_reported(tmp_path, monkeypatch):
+def test_rounds_in_which_times_vary_by_more_than_tokens_take_count_the_prompt(tmp_path, monkeypatch):
     """A sample is a difference of two times, which noise can make negative."""
     from twell.measure import inference
 
-    monkeypatch.setattr(inference, "perf_counter", lambda: 1.0)
+    # Beginning and end of a call, of 18 tokens and of 16, for both contenders; then the order changes.
+    times = [0.0, 20.0, 20.0, 38.0] * 2 + [0.0, 9.0, 9.0, 18.0] + [0.0, 20.0, 20.0, 38.0]
+    monkeypatch.setattr(inference, "perf_counter", lambda: times.pop(0))
     out = tmp_path / "records.jsonl"
     sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
     result = run("inference", *sizes, *QUICK, "--out", str(out))
-    assert "times vary by more than 2 tokens take; more --new-tokens" in result.output
-    assert read_records(out) == []
+    assert result.exit_code == 0
+    assert times == []
+    dense, ours = read_records(out)
+    assert (dense.value, ours.value) == (1.0, 0.75)  # 2 s for 2 tokens; then 9 s for all 18
+    assert "noisy_rounds" not in dense.details
+    assert ours.details["noisy_rounds"] == 1
+    assert "count the prompt: ours-" in result.output
 
 
 def test_memory_that_runs_out_between_contenders_is_told(tmp_path, monkeypatch):

@@ -127,6 +127,14 @@ def test_the_largest_that_fits(limit, guess):
     assert len(tried) == len(set(tried)) <= 12
 
 
+def test_contenders_that_never_ran_side_by_side_are_not_compared():
+    """One failed in the first process, the other in the second."""
+    dense, ours = measured("dense-eager", 1.0), measured("ours-eager", 1.0)
+    failed = {"seconds": (), "failure": "out of memory"}
+    merged = merge([dense.plus(**failed), ours, dense, ours.plus(**failed)])
+    assert [one.gains for one in merged] == [{}, {}]
+
+
 def test_the_state_of_the_gpu_is_that_of_all_processes():
     processes = [
         measured("dense-eager", 1.0).plus(

@@ -10,6 +10,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -32,6 +33,7 @@ from .bench_jobs import (
     training_job,
 )
 from .plot_file import check_plot
+from .status import FAILED, INTERRUPTED
 
 WORKLOADS = ("forward", "generation")
 _LONG = 5.0  # seconds from which on a step of the work stays on screen
@@ -231,7 +233,7 @@ def _run(
     if not gpu:
         console.print(bench_view.ON_A_CPU, highlight=False, soft_wrap=True)
     collected = _Collected(what, options, out, commit)
-    failure = None
+    failure, status = None, 0
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
@@ -254,20 +256,24 @@ def _run(
             for process in range(count):
                 phase.prefix = f"process {process + 1} of {count}: " if count > 1 else ""
                 start(job, of_process(options, process), lambda m, p=process: collected.add(p, m))
-        except (RuntimeError, ValueError, KeyboardInterrupt) as error:
+        except KeyboardInterrupt:
+            failure, status = "interrupted", INTERRUPTED
+        except (RuntimeError, ValueError) as error:
             if not collected.measured:
                 raise
-            failure = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+            failure, status = str(error), FAILED
         phase.end()
     merged = merge(collected.measured)
     bench_view.show(console, merged, collected.records())
-    if out is not None:
+    if out is not None and collected.measured:
         console.print(f"records: {out}", highlight=False)
     if plot is not None and any(one.gain for one in merged):
         _draw(plot, merged)
         console.print(f"plot: {plot}", highlight=False)
     if failure is not None:
-        sys.exit(f"twell: {failure}; what was measured before is above")
+        kept = "what was measured before is above" if collected.measured else "nothing was measured yet"
+        print(f"twell: {failure}; {kept}", file=sys.stderr)
+        raise typer.Exit(status)
 
 
 def _draw(plot: Path, merged: list) -> None:

@@ -17,6 +17,9 @@ ON_A_CPU = (
 )
 
 
+_WIDE = 100  # columns of a terminal
+
+
 def label(one: Merged) -> str:
     shape = one.first.shape
     size = f"{shape['batch']} x {shape['sequence']}" if "sequence" in shape else f"{shape['batch']} sequences"
@@ -38,26 +41,33 @@ def show(console: Console, merged: Sequence[Merged], records: Sequence[Record]) 
 
 def _show_group(console: Console, group: list[Merged]) -> None:
     first = group[0].first
-    rows = [_row(one) for one in group]
-    table = Table(title=_title(group), title_justify="left", box=SIMPLE_HEAD)
+    wide = console.width >= _WIDE
+    rows = [_row(one, wide) for one in group]
+    # Nothing may break inside a number, so headers do.
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    baseline = (group[0].baseline or "").replace("-", "-\n")
     headers = [
         "",
-        "tokens/ms",
+        "tokens\n/ms",
         "time",
-        f"over {group[0].baseline}",
-        "mJ/token",
+        f"over\n{baseline}",
+        "mJ\n/token",
         "memory",
-        "difference",
-        "same tokens",
+        "differ-\nence",
+        "same\ntokens",
     ]
     shown = [place for place in range(len(headers)) if any(row[place] for row in rows)]
     for place in shown:
-        justify = "right" if place else "left"
-        # A narrow terminal must not cut figures off.
-        table.add_column(headers[place], justify=justify, no_wrap=place == 0, overflow="fold")
+        table.add_column(headers[place], justify="right" if place else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(row[place] for place in shown))
+    console.print(f"[italic]{_title(group)}[/]", highlight=False, soft_wrap=True)
     console.print(table)
+    for one in group:
+        if one.failure is not None:
+            console.print(
+                f"  [yellow]{one.first.contender}: {one.failure}[/]", highlight=False, soft_wrap=True
+            )
     for one in group:
         console.print(f"  {one.first.contender}: {one.first.meaning}", highlight=False, soft_wrap=True)
     for line in (*_notes(group), *_comparisons(group)):
@@ -77,16 +87,18 @@ def _show_group(console: Console, group: list[Merged]) -> None:
         )
 
 
-def _row(one: Merged) -> list[str]:
+def _row(one: Merged, wide: bool) -> list[str]:
+    """wide: whether there is room for the interval, which is also below the table."""
     if one.failure is not None:
-        return [one.first.contender, "-", f"[yellow]{one.failure}[/]", *[""] * 5]
+        return [one.first.contender, "-", "-", *[""] * 5]
+    gain = "" if one.gain is None else str(one.gain) if wide else f"{one.gain.middle:.2f}x"
     energy, memory = one.millijoules_per_token, one.detail("peak_bytes")
     agreement = one.detail("same_tokens_as_dense")
     return [
         one.first.contender,
         f"{one.tokens_per_ms:,.4g}",
         f"{one.first.tokens / one.tokens_per_ms:.4g} ms",
-        "" if one.gain is None else str(one.gain),
+        gain,
         "" if energy is None else f"{energy:,.0f}" if energy >= 1000 else f"{energy:.3g}",
         "" if memory is None else format_bytes(int(memory)),
         "" if one.difference is None else f"{one.difference:.1e}",
@@ -121,10 +133,20 @@ def _notes(group: list[Merged]) -> list[str]:
             "as dense eager predicts next"
         )
     elif group[0].first.workload == "generation" and "same_tokens_as_dense" in details:
+        from ..measure.inference import FIRST_TOKENS  # not before: it imports torch's compiler
+
+        timed = group[0].first.shape["new_tokens"]
         lines.append(
-            "same tokens: as dense eager's. Each model goes on from its own tokens, so all may differ after "
-            f"one that rounding has changed (equal up to it: {_figures(group, 'same_until', '.0f')} tokens)"
+            f"timed are the last {timed} of {FIRST_TOKENS + timed} new tokens, without the prompt; same "
+            "tokens: as dense eager's (one that rounding changes can change all later ones; equal before "
+            f"that: {_figures(group, 'same_until', '.0f')})"
         )
+        noisy = _figures(group, "noisy_rounds", ".0f")
+        if noisy:
+            lines.append(
+                f"rounds whose times varied by more than these tokens take, and count the prompt: {noisy}; "
+                "--new-tokens takes more"
+            )
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
             "difference: of the last hidden states from those of the same model in a wider dtype, relative; "
@@ -150,7 +172,7 @@ def _figures(group: list[Merged], detail: str, form: str) -> str:
 
 
 def _comparisons(group: list[Merged]) -> list[str]:
-    """Ours over each dense contender, in time and energy."""
+    """Ours over each dense contender, in time and energy, and why ratios of the table's times may differ."""
     by_name = {one.first.contender: one for one in group}
     lines = []
     for name, one in by_name.items():
@@ -162,6 +184,11 @@ def _comparisons(group: list[Merged]) -> list[str]:
             energy = f", {one.joules / theirs:.2f}x its energy" if one.joules and theirs else ""
             parts.append(f"{gain} {other}{energy}")
         lines.append(f"{name}: {'; '.join(parts)}")
+    if lines:
+        lines.append(
+            "gains are medians of the ratios inside rounds, with 95% intervals within this run; on a machine "
+            "that others use, another run may differ by more"
+        )
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,21 +30,14 @@ def dense_forward(args: FfnArgs, record: bool, tuned: bool = False, reason: str 
     note_path("dense", args.x, args.up.shape[0], reason=reason)
     if not record and args.x.device.type == "cpu" and _only_values_matter() and are_plain(args[:-1]):
         return FfnOutput(in_place(products_for(args, tuned), args.activation, args[:-1]))
-    return _finish(args, *projections(args), record)
+    return _finish(args, *_projections(args), record)
 
 
-def dense_forward_keeping(
-    args: FfnArgs, record: bool, reason: str, step: HiddenStep | None = None
-) -> tuple[FfnOutput, DenseActivations]:
-    """`dense_forward`, and the activations that `dense_backward` would otherwise compute again.
-
-    step:  what computes between the products; None: PyTorch.
-    """
+def dense_forward_keeping(args: FfnArgs, record: bool, reason: str) -> tuple[FfnOutput, DenseActivations]:
+    """`dense_forward`, and the activations that `dense_backward` would otherwise compute again."""
     note_path("dense", args.x, args.up.shape[0], reason=reason)
-    kept = projections(args)
-    if step is None:
-        return _finish(args, *kept, record), kept
-    return project_down(args, step.forward(*kept, record)), kept
+    kept = _projections(args)
+    return _finish(args, *kept, record), kept
 
 
 class DenseActivations(NamedTuple):
@@ -54,49 +47,18 @@ class DenseActivations(NamedTuple):
     up: Tensor | None
 
 
-class HiddenValues(NamedTuple):
-    """hidden [M, H], and the statistics if they were recorded."""
-
-    hidden: Tensor
-    l1: Tensor | None = None
-    firing: Tensor | None = None
-
-
-class HiddenGradients(NamedTuple):
-    """Gradients of a `DenseActivations`, and the hidden values if they were computed again."""
-
-    pre: Tensor
-    up: Tensor | None
-    hidden: Tensor | None
-
-
-class HiddenStep(Protocol):
-    """`hidden_forward` and `hidden_backward` in a few kernels, of values only: nothing is recorded."""
-
-    def forward(self, pre: Tensor, up: Tensor | None, record: bool) -> HiddenValues: ...
-
-    def backward(
-        self, pre: Tensor, up: Tensor | None, grad_hidden: Tensor | None, grad_l1: Tensor | None
-    ) -> HiddenGradients: ...
-
-
-def projections(args: FfnArgs) -> DenseActivations:
+def _projections(args: FfnArgs) -> DenseActivations:
     pre = linear(args.x, args.selector, args.selector_bias)
     return DenseActivations(pre, None if args.gate is None else linear(args.x, args.up, args.up_bias))
 
 
-def project_down(args: FfnArgs, values: HiddenValues) -> FfnOutput:
-    return FfnOutput(_project_down(values.hidden, args.down, args.down_bias), *values[1:])
-
-
 def _finish(args: FfnArgs, pre: Tensor, up: Tensor | None, record: bool) -> FfnOutput:
-    return project_down(args, hidden_forward(args.activation, pre, up, record))
-
-
-def hidden_forward(activation: Activation, pre: Tensor, up: Tensor | None, record: bool) -> HiddenValues:
-    activated = activation(pre)
-    hidden = activated if up is None else activated * activation.factor(up)
-    return HiddenValues(hidden, *(statistics_of(activated, hidden) if record else ()))
+    activated = args.activation(pre)
+    hidden = activated if up is None else activated * args.activation.factor(up)
+    y = _project_down(hidden, args.down, args.down_bias)
+    if not record:
+        return FfnOutput(y)
+    return FfnOutput(y, *statistics_of(activated, hidden))
 
 
 def statistics_of(activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,7 +81,6 @@ def dense_backward(
     grad_l1: Tensor | None,
     needed: FfnArgs,
     kept: DenseActivations | None = None,
-    step: HiddenStep | None = None,
 ) -> Gradients:
     """Gradients of (x, up, down, gate, up_bias, down_bias, gate_bias).
 
@@ -127,35 +88,35 @@ def dense_backward(
     grad_l1:  [] or None.
     needed:   an `FfnArgs` of bools; a False entry gives None.
     kept:     from `dense_forward_keeping`; None computes it again.
-    step:     what computes between the products; None: PyTorch.
-    Without `step` every operation is a traceable torch op, so a compiled backward fuses them.
+    Every operation is a traceable torch op, so a compiled backward fuses them.
     """
-    x, gate = args.x, args.gate
-    pre, up = projections(args) if kept is None else kept
-    if _reaches_hidden(needed):
-        from_y = None if grad_y is None else grad_y @ args.down
-        between = partial(hidden_backward, args.activation) if step is None else step.backward
-        grad_pre, grad_up, hidden = between(pre, up, from_y, grad_l1)
-    else:
-        grad_pre = grad_up = None
-        hidden = hidden_forward(args.activation, pre, up, record=False).hidden
+    x, gate, activation = args.x, args.gate, args.activation
+    pre, up = _projections(args) if kept is None else kept
+    activated = activation(pre)
+    factor = None if gate is None else activation.factor(up)
+    hidden = activated if gate is None else activated * factor
     grad_down = grad_y.mT @ hidden if needed.down and grad_y is not None else None
     grad_down_bias = grad_y.sum(0) if needed.down_bias and grad_y is not None else None
-    if gate is None:
-        grad_up, grad_pre = grad_pre, None
-    grad_x = None
+
+    grad_x = grad_up = grad_gate_pre = None
+    grad_hidden = _grad_hidden(args, hidden, grad_y, grad_l1) if _reaches_hidden(needed) else None
+    if grad_hidden is not None and gate is None:
+        grad_up = activation.backward(grad_hidden, pre)
+    elif grad_hidden is not None:
+        grad_gate_pre = activation.backward(grad_hidden * factor, pre)
+        grad_up = activation.factor_backward(grad_hidden * activated, up)
     if grad_up is not None and needed.x:
         grad_x = grad_up @ args.up
-        if grad_pre is not None:
-            grad_x = grad_x + grad_pre @ gate
+        if grad_gate_pre is not None:
+            grad_x = grad_x + grad_gate_pre @ gate
     return (
         grad_x,
         grad_up.mT @ x if grad_up is not None and needed.up else None,
         grad_down,
-        grad_pre.mT @ x if grad_pre is not None and needed.gate else None,
+        grad_gate_pre.mT @ x if grad_gate_pre is not None and needed.gate else None,
         grad_up.sum(0) if grad_up is not None and needed.up_bias else None,
         grad_down_bias,
-        grad_pre.sum(0) if grad_pre is not None and needed.gate_bias else None,
+        grad_gate_pre.sum(0) if grad_gate_pre is not None and needed.gate_bias else None,
     )
 
 
@@ -164,29 +125,14 @@ def _reaches_hidden(needed: FfnArgs) -> bool:
     return needed.x or needed.up or needed.gate or needed.up_bias or needed.gate_bias
 
 
-def hidden_backward(
-    activation: Activation,
-    pre: Tensor,
-    up: Tensor | None,
-    grad_hidden: Tensor | None,
-    grad_l1: Tensor | None,
-) -> HiddenGradients:
-    """The gradients behind `hidden_forward`, from those of its values and of L1; differentiable."""
-    activated = activation(pre)
-    factor = None if up is None else activation.factor(up)
-    hidden = activated if factor is None else activated * factor
-    grad = _grad_hidden(hidden, grad_hidden, grad_l1)
-    if factor is None:
-        return HiddenGradients(activation.backward(grad, pre), None, hidden)
-    grad_pre = activation.backward(grad * factor, pre)
-    return HiddenGradients(grad_pre, activation.factor_backward(grad * activated, up), hidden)
-
-
-def _grad_hidden(hidden: Tensor, from_y: Tensor | None, grad_l1: Tensor | None) -> Tensor:
-    """[M, H]: from y, from L1 or from both; at least one is given."""
+def _grad_hidden(
+    args: FfnArgs, hidden: Tensor, grad_y: Tensor | None, grad_l1: Tensor | None
+) -> Tensor | None:
+    """[M, H]: from y, from L1 or from both."""
+    from_y = None if grad_y is None else grad_y @ args.down
     if grad_l1 is None:
         return from_y
-    from_l1 = hidden.sign() * (grad_l1 / max(hidden.shape[0], 1)).to(hidden.dtype)
+    from_l1 = hidden.sign() * (grad_l1 / max(args.x.shape[0], 1)).to(hidden.dtype)
     return from_l1 if from_y is None else from_y + from_l1
 
 

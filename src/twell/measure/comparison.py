@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from .. import reference
 from .._errors import ran_out_of_memory
-from .._log import recorded_paths
+from .._log import Ran, recorded_paths
 from ..nn import SparseMLP
-from .contest import Contender, Setting, doubt
+from .contest import Contender, Setting, doubt, sparse_share
 from .models import ModelPair, decoder_layers, free_bytes
 from .processes import NOTE
 
@@ -105,7 +105,7 @@ class _Comparison:
         }
         blocks = {name: found for name, found in blocks.items() if isinstance(found[0], SparseMLP)}
         errors: dict[str, Errors] = {name: {} for name in ("dense-eager", *blocks)}
-        sparse: dict[str, list[bool]] = {name: [] for name in blocks}
+        ran: dict[str, list[Ran]] = {name: [] for name in blocks}
         for number, given in enumerate(_inputs(self.pair.dense, places, self.ids, self._autocast)):
             stock = dense[places[number]].mlp
             wide, x = self._widened(stock, given)
@@ -115,9 +115,9 @@ class _Comparison:
             _note(errors["dense-eager"], found, exact)
             for name, own in blocks.items():
                 block = own[number]
-                with _recording(block), recorded_paths() as ran:
+                with _recording(block), recorded_paths() as pieces:
                     found = _computed(_ours(block), block, x, grad_y, weight, self._autocast)
-                sparse[name] += [piece.path != "dense" for piece in ran]
+                ran[name] += pieces
                 _note(errors[name], found, exact)
             del exact, found
             self.setting.release()
@@ -126,8 +126,8 @@ class _Comparison:
                 worst = _largest(errors[one.name].values())
                 if math.isfinite(worst):  # records hold numbers
                     one.details["block_error"] = worst
-            if sparse.get(one.name):
-                one.details["compared_sparse_share"] = sum(sparse[one.name]) / len(sparse[one.name])
+            if ran.get(one.name):
+                one.details["compared_sparse_share"] = sparse_share(ran[one.name])
             if one.name in blocks:
                 self._doubt_blocks(one, errors[one.name], errors["dense-eager"])
 

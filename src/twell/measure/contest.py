@@ -120,7 +120,13 @@ def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None
 
 def _note_paths(contender: Contender, ran: Sequence[Ran]) -> None:
     if contender.sparse and ran:
-        contender.details["sparse_share"] = sum(piece.path != "dense" for piece in ran) / len(ran)
+        contender.details["sparse_share"] = sparse_share(ran)
+
+
+def sparse_share(ran: Sequence[Ran]) -> float:
+    """The share of blocks' calls that ran sparse. Autograd's own backwards are not noted, so none counts."""
+    paths = [piece.path for piece in ran if piece.phase == "forward"]
+    return sum(path != "dense" for path in paths) / max(len(paths), 1)
 
 
 def run_contest(contenders: list[Contender], workload: Workload, setting: Setting) -> None:

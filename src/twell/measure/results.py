@@ -151,8 +151,8 @@ def merge(measured: Iterable[Measured]) -> list[Merged]:
         for others in by_key.values():
             other = others[0].contender
             rival = other.startswith(_DENSE) or others is theirs
-            timed = all(any(m.seconds for m in some) for some in (others, processes))
-            if others[0].group == group and other != name and rival and timed:
+            side_by_side = any(a.seconds and b.seconds for a, b in zip(others, processes, strict=False))
+            if others[0].group == group and other != name and rival and side_by_side:
                 gains[other] = paired_gain([m.seconds for m in others], [m.seconds for m in processes])
         merged.append(Merged(tuple(processes), theirs[0].contender if theirs else None, gains))
     return merged

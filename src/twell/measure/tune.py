@@ -72,7 +72,7 @@ def tune_training(
     """tokens -> the largest share of active neurons at which a training step gains; stored for this GPU.
 
     A step is a forward and a backward with gradients of x and all weights, without L1 and statistics: those
-    cost dense steps as much as sparse ones, or more. Fewer tokens than the first count train dense.
+    cost dense steps more than sparse ones. Fewer tokens than the first count train dense.
     report: called per token count with the limit and the speed-up at every share.
     """
     if not torch.cuda.is_available():
