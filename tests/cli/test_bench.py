@@ -60,7 +60,7 @@ def test_inference_end_to_end(tmp_path):
         "bench_inference/forward/dense-eager",
         "bench_inference/forward/ours-eager",
         "bench_inference/generation/dense-eager",
-        "bench_inference/generation/ours-captured",
+        "bench_inference/generation/ours-eager",
     ]
     dense, ours, *_, generated = records
     assert (ours.baseline, ours.commit) == ("dense-eager", "abc1234")
@@ -356,6 +356,11 @@ def test_a_models_usual_sequence_is_as_long_as_its_positions(saved, tmp_path):
     assert ours.shape["sequence"] == min(positions, 256)
     with pytest.raises(ValueError, match=f"at most {positions}, the model's positions"):
         run("inference", str(root / "ours"), *arguments, *QUICK, "--shape", f"2x{positions + 1}")
+
+
+def test_nothing_is_captured_on_a_cpu():
+    with pytest.raises(ValueError, match="contenders: got 'ours-captured'; accepted: dense-eager, "):
+        run("inference", *QUICK, "--contenders", "dense-eager,ours-captured")
 
 
 def test_bench_without_arguments_shows_its_commands():

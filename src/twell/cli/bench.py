@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -56,7 +56,7 @@ def run_inference(
     dtype: str,
     **shared: Any,
 ) -> None:
-    from ..measure.inference import CONTENDERS
+    from ..measure.inference import CONTENDERS, FORWARD
 
     device = _device(shared.pop("device"))
     gpu = device.startswith("cuda")
@@ -79,7 +79,7 @@ def run_inference(
         preset=chosen,
         layers=layers,
         nnz=nnz,
-        contenders=_contenders(contenders, CONTENDERS, CONTENDERS if gpu else _eager(CONTENDERS)),
+        contenders=_contenders(contenders, *((CONTENDERS,) * 2 if gpu else (list(FORWARD), _eager(FORWARD)))),
         device=device,
         model=model,
         text=tuple(text),
@@ -174,10 +174,9 @@ def _contenders(given: Sequence[str], known: Sequence[str], default: Sequence[st
     return tuple(one for one in known if one in (names or default))
 
 
-def _eager(names: Sequence[str]) -> list[str]:
-    """What is worth its time on a CPU: without a compiler, which takes a minute there and gains little, and
-    without `dense-captured`, which is `dense-eager` there."""
-    return [name for name in names if name.endswith("eager") or name == "ours-captured"]
+def _eager(names: Iterable[str]) -> list[str]:
+    """What is worth its time on a CPU: without a compiler, which takes a minute there and gains little."""
+    return [name for name in names if name.endswith("eager")]
 
 
 def _measuring(shared: dict[str, Any], gpu: bool) -> dict[str, Any]:

@@ -91,7 +91,13 @@ def _setting(options: Common, emit: Emit, say: Say) -> Setting:
 
 
 def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
-    from ..measure.inference import FORWARD, GENERATION, Batch, bench_forward, bench_generation
+    from ..measure.inference import (
+        FORWARD,
+        Batch,
+        bench_forward,
+        bench_generation,
+        generation_contenders,
+    )
 
     setting = _setting(options, emit, say)
     say("building the models" if options.preset is not None else f"loading {options.model}")
@@ -106,7 +112,7 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
             given = Batch(ids=ids, origin=origin)
             bench_forward(pair, name, given, chosen, setting, calibrated=calibrated)
     if "generation" in options.workloads:
-        chosen = [one for one in GENERATION if one in options.contenders]
+        chosen = [one for one in generation_contenders(setting.device) if one in options.contenders]
         for batch in options.prompts if chosen else ():
             ids, origin = tokens(batch, options.prompt_length)
             bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
