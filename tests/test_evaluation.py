@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("datasets")
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from twell.cli.app import app
@@ -242,3 +243,14 @@ def test_bad_input(saved, tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             run(*arguments)
+
+
+def test_a_name_that_is_neither_here_nor_within_reach(tmp_path, monkeypatch):
+    def unreachable(*_, **__):
+        raise OSError("We couldn't connect to the Hub\nand more")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    expected = r"^model: got 'some/model', which is no folder here .* Hub \(We couldn't .* Hub\); acc"
+    with pytest.raises(ValueError, match=expected):
+        load_model("some/model")

@@ -10,6 +10,7 @@ from torch import nn
 
 import twell
 from twell import Plan, SparseMLP, explanation, policy
+from twell._interval import Interval
 
 
 def model(**options):
@@ -24,6 +25,71 @@ def test_before_anything_ran():
     assert [layer.forward for layer in explained] == [None, None]
     assert "not been called" in str(explained)
     assert str(twell.explain(nn.Linear(2, 2))).startswith("no sparse block found")
+
+
+def explained(*reasons, name="model.layers.{}.mlp", plan="auto"):
+    gain = Interval(1.0, 1.1, 1.2)
+    return explanation.Explanation(
+        explanation.ExplainedLayer(name.format(i), 384, 6144, plan, "row", None, 0.01, 0.1, 2.9, gain, reason)
+        for i, reason in enumerate(reasons)
+    )
+
+
+class TestWidth:
+    def test_a_table_that_fits_stays_whole(self):
+        table = explained("a reason", "another reason")
+        width = max(map(len, str(table).splitlines()))
+        assert table.text(width) == table.text() == str(table)
+        assert table.text(width - 1) != str(table)
+        assert "why" in str(table).splitlines()[0]
+
+    def test_reasons_go_first_and_are_told_once(self):
+        lines = explained("a", "few tokens", "a", "a", "a", "b").text(100).splitlines()
+        assert lines[0].split()[-2:] == ["products", "measured"]
+        assert lines[7:] == [
+            "why, model.layers.0,2-4.mlp: a",
+            "why, model.layers.1.mlp: few tokens",
+            "why, model.layers.5.mlp: b",
+        ]
+
+    @pytest.mark.parametrize(
+        ("width", "gone"),
+        [
+            (94, ["why"]),
+            (88, ["why", "plan"]),
+            (80, ["why", "plan", "D x H"]),
+            (70, ["why", "plan", "D x H", "fewer products"]),
+            (56, ["why", "plan", "D x H", "fewer products", "union"]),
+        ],
+    )
+    def test_columns_go_in_turn(self, width, gone):
+        table = explained("it is so " * 20)
+        header, _, *below = table.text(width).splitlines()
+        every = ("layer", "D x H", "plan", "ran", "active", "union", "fewer products", "measured", "why")
+        assert [title for title in every if title not in header] == [t for t in every if t in gone]
+        assert all(len(line) <= width for line in table.text(width).splitlines())
+        assert ("plan, all layers: auto" in below) == ("plan" in gone)
+        assert ("D x H, all layers: 384 x 6144" in below) == ("D x H" in gone)
+        left_out = [title for title in gone if title in ("fewer products", "union")]
+        assert below[-1] == f"no room for: {', '.join(left_out)}" if left_out else "room" not in below[-1]
+
+    @pytest.mark.parametrize(
+        ("names", "said"),
+        [
+            (["h.0", "h.1", "h.2"], "h.0-2"),
+            (["h.9", "h.10", "h.2"], "h.2,9-10"),
+            (["h.3"], "h.3"),
+            (["h.0.up", "h.0.down"], "h.0.up, h.0.down"),
+            (["h.0.e.1", "h.1.e.0"], "h.0.e.1, h.1.e.0"),
+            (["h.0", "h.0.1"], "h.0, h.0.1"),
+            (["small", "named"], "small, named"),
+        ],
+    )
+    def test_layers_are_named_together(self, names, said):
+        assert explanation._together(names) == said
+
+    def test_nothing_has_no_width(self):
+        assert explanation.Explanation().text(20).startswith("no sparse block found")
 
 
 def test_paths_and_reasons():

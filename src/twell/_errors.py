@@ -5,8 +5,10 @@ Errors name the argument, the value received and the values accepted; or how to 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -55,6 +57,12 @@ def require_text(argument: str, value: Any, accepted: str = "a non-empty string"
     """`value` must be a string that is not blank."""
     if not isinstance(value, str) or not value.strip():
         reject(argument, repr(value), accepted)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """What to put behind the accepted names: the one that is spelt like `name`, if any is."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def require_choice(argument: str, value: Any, choices: tuple[str, ...]) -> None:

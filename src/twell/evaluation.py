@@ -86,7 +86,8 @@ def _require_causal(path: str, source: str) -> None:
             "a folder, or a name on a Hub that can be reached; elsewhere, get it with "
             "`hf download NAME --local-dir FOLDER`"
         )
-        reject("model", f"{path!r}, which could not be loaded ({reason})", accepted)
+        found = f"{path!r}, which is no folder here and could not be loaded from the Hub ({reason})"
+        reject("model", found, accepted)
     kind = next(iter(config.architectures or []), f"model of type {config.model_type}")
     found, accepted = f"{path!r}, a {kind}", "a causal language model"
     if config.is_encoder_decoder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +26,9 @@ from .sparsify.blocks import named_blocks
 
 _COLUMNS = ("layer", "D x H", "plan", "ran", "active", "union", "fewer products", "measured", "why")
 _NOTHING = "no sparse block found; twell.sparsify_ makes those of a stock model sparse"
-_NEIGHBOURS = 128  # tokens that the kernels' blocks share neurons over
+# Columns that a narrow table loses, in this order: some are told below it, the others are left out.
+_TOLD_BELOW, _LEFT_OUT = ("why", "plan", "D x H"), ("fewer products", "union")
+NEIGHBOURS = 128  # tokens that the kernels' blocks share neurons over
 _WARM, _ROUNDS = 5, 9
 _MOST_TOKENS = 65_536  # of a batch that are looked at
 
@@ -64,14 +68,28 @@ class Explanation(list[ExplainedLayer]):
     """A list of layers that prints as a table."""
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The table. width: a wider table loses columns; what they say follows in words where it can."""
         if not self:
             return _NOTHING
-        rows = self._rows()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        columns = {title: cells for title, *cells in zip(*self._rows(), strict=True)}
+        gone: dict[str, list[str]] = {}
+        for title in (*_TOLD_BELOW, *_LEFT_OUT):
+            if width is None or max(map(len, _lines(columns))) <= width:
+                break
+            if title in columns:
+                gone[title] = columns.pop(title)
+        below = [
+            line
+            for title in _COLUMNS
+            if title in gone and title in _TOLD_BELOW
+            for line in _told(title, gone[title], columns["layer"])
+        ]
+        if missing := [title for title in gone if title in _LEFT_OUT]:
+            below.append(f"no room for: {', '.join(missing)}")
+        return "\n".join([*_lines(columns), *(_wrapped(line, width) for line in below)])
 
     def _repr_html_(self) -> str:
         """In a notebook."""
@@ -152,7 +170,7 @@ class _Observed:
             self.seconds[name] = [sum(pair) for pair in zip(self.seconds[name], seconds, strict=True)]
 
     def _count(self, block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> None:
-        for tokens in x.split(_NEIGHBOURS):
+        for tokens in x.split(NEIGHBOURS):
             active = active_neurons(block, tokens, weights)
             self.active += float(active.double().mean(1).sum())
             self.union += float(active.any(0).double().mean())
@@ -226,6 +244,53 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
         gain,
         reason,
     )
+
+
+def _lines(columns: Mapping[str, Sequence[str]]) -> list[str]:
+    """Of a table with a title above each column."""
+    padded = []
+    for title, cells in columns.items():
+        width = max(map(len, (title, *cells)))
+        padded.append([cell.ljust(width) for cell in (title, *cells)])
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+
+
+def _told(title: str, cells: Sequence[str], layers: Sequence[str]) -> list[str]:
+    """A column in words: every value once, with the layers that have it."""
+    having: dict[str, list[str]] = {}
+    for cell, layer in zip(cells, layers, strict=True):
+        having.setdefault(cell, []).append(layer)
+    if len(having) == 1:
+        return [f"{title}, all layers: {cells[0]}"]
+    return [f"{title}, {_together(names)}: {cell}" for cell, names in having.items()]
+
+
+def _together(names: Sequence[str]) -> str:
+    """`names` in few words: "h.0-3,7.mlp" where they differ in one number, as layers of a model do."""
+    parts = [re.split(r"(\d+)", name) for name in names]
+    template = parts[0]
+    differ = {
+        place
+        for other in parts
+        for place in range(max(len(template), len(other)))
+        if template[place : place + 1] != other[place : place + 1]
+    }
+    if len(differ) != 1 or (place := differ.pop()) % 2 == 0:  # numbers are at odd places
+        return ", ".join(names)
+    spans: list[list[int]] = []
+    for number in sorted(int(part[place]) for part in parts):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    numbers = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return "".join([*template[:place], numbers, *template[place + 1 :]])
+
+
+def _wrapped(line: str, width: int | None) -> str:
+    if width is None:
+        return line
+    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _cells(layer: ExplainedLayer) -> tuple[str, ...]:

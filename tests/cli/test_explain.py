@@ -18,8 +18,9 @@ from twell.shares import FIELD, SIZES, stored_shares
 from twell.train.checkpoints import write_manifest
 
 
-def run(*arguments):
-    return CliRunner().invoke(app, ["explain", *map(str, arguments)], catch_exceptions=False)
+def run(*arguments, columns=None):
+    runner = CliRunner(env={"COLUMNS": columns})
+    return runner.invoke(app, ["explain", *map(str, arguments)], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,31 @@ def test_gains_are_drawn_and_every_block_is_counted(saved, tmp_path, monkeypatch
 
 def test_fewer_tokens_than_a_window(saved):
     root, corpus = saved
-    assert "10 tokens on the CPU" in run(root / "ours", "--text", corpus, "--tokens", 10).output
+    said = run(root / "ours", "--text", corpus, "--tokens", 10).output
+    assert "10 tokens on the CPU" in said
+    assert "'union' is of all 10 tokens; so short a text says little: take at least 128 tokens." in said
+
+
+def test_columns_are_explained(saved):
+    root, corpus = saved
+    said = run(root / "ours", "--text", corpus, "--tokens", 128).output
+    assert "'union' is of 128 neighbouring tokens.\n" in said
+    assert "'fewer products' is how many times fewer multiplications a block needs" in said
+    assert "says little" not in said
+
+
+def test_a_narrow_terminal_is_not_exceeded(saved):
+    root, corpus = saved
+    said = run(root / "ours", "--text", corpus, "--tokens", 128, columns="64").output
+    header, first, *_ = lines = said.splitlines()
+    assert max(map(len, lines)) <= 64
+    assert header.split()[-1] == "measured"
+    assert first.startswith("model.layers.0.mlp")
+    assert "plan, all layers: auto" in lines
+    assert "'fewer products' is" not in said  # no room for that column
+    wide = run(root / "ours", "--text", corpus, "--tokens", 128).output.splitlines()
+    assert wide[0].split()[-1] == "why"
+    assert max(map(len, wide)) > 64
 
 
 def test_a_model_without_zeros_is_refused(saved):

@@ -17,13 +17,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from twell.cli.app import app
+from twell.cli.text import text_source
 from twell.evaluation import evaluate_windows, load_model, text_windows
 from twell.profiling import profile_model, read_profile
 from twell.profiling.run import _Counting
 from twell.profiling.tokens import LEADING
 from twell.shares import active_neurons
 from twell.sparsify.blocks import named_blocks
-from twell.train.data import DataConfig
+from twell.train.data import DataConfig, sources
 from twell.train.data.sources import documents
 
 LENGTH = 32
@@ -195,10 +196,18 @@ def test_bad_input(saved, tmp_path):
     for arguments, message in [
         (
             (root / "ours", "--text", tmp_path / "short.txt"),
-            r"text: got \d+ tokens; accepted: at least one sequence of 64 tokens",
+            r"text: got \d+ tokens; accepted: at least one sequence of 64 tokens; --sequence-length",
         ),
         ((root / "silu", "--text", corpus), "without blocks that have exact zeros.*relufy"),
         ((root / "ours", "--text", tmp_path / "nowhere"), "nowhere"),
+        (
+            (root / "ours", "--text", tmp_path / "full" / "file"),
+            rf"^--text: got '{tmp_path}/full/file', without text; accepted: ",
+        ),
+        (
+            (root / "silu", "--text", tmp_path / "full", "--text", tmp_path / "full" / "file"),
+            rf"^--text: got '{tmp_path}/full', '{tmp_path}/full/file', without text; accepted: ",
+        ),
         ((tmp_path / "nowhere", "--text", corpus), "model: got"),
         ((root / "ours", "--text", corpus, "--out", tmp_path / "full"), "out: got .*new or empty folder"),
         ((root / "ours", "--text", corpus, "--out", tmp_path / "no" / "where"), "one that exists"),
@@ -207,6 +216,14 @@ def test_bad_input(saved, tmp_path):
         with pytest.raises(ValueError, match=message):
             run(*arguments)
     assert run(root / "ours", "--text", corpus, "--batch", 0).exit_code == 2
+
+
+def test_a_dataset_on_the_hub_is_not_opened_to_see_whether_it_has_text(monkeypatch):
+    def opened(*arguments):
+        pytest.fail("opened twice")
+
+    monkeypatch.setattr(sources, "_read_hub", opened)
+    assert text_source(["hf:nobody/nothing"]).sources == ("hf:nobody/nothing",)
 
 
 def test_a_model_in_training_mode_stays_so(saved):

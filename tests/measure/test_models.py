@@ -147,7 +147,8 @@ def test_a_model_that_does_not_fit_says_what_would(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "paper-3b"}, "preset: got 'paper-3b'"),
+        ({"name": "paper2b"}, r"preset: got 'paper2b'; .*; did you mean 'paper-2b'\?$"),
+        ({"name": "gigantic"}, r"preset: got 'gigantic'; accepted: one of tiny, .*, paper-2b$"),
         ({"name": "tiny", "layers": 0}, "layers: got 0"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from twell.train.checkpoints import MANIFEST, fault, newest_whole, write_manifest
+from twell.train.checkpoints import MANIFEST, fault, find_model, newest_whole, write_manifest
 
 
 @pytest.fixture
@@ -102,6 +102,32 @@ def test_a_manifest_that_is_a_folder(saved, tmp_path):
     (last / MANIFEST).unlink()
     (last / MANIFEST).mkdir()
     assert newest_whole(tmp_path) == before
+
+
+@pytest.mark.parametrize("parent", [True, False])
+@pytest.mark.parametrize(
+    ("name", "made"), [("runs/demo", "demo"), ("runs/tiny", "tiny"), ("runs/mine", "NAME"), ("runs", "NAME")]
+)
+def test_a_run_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, parent, name, made):
+    monkeypatch.chdir(tmp_path)
+    if parent and "/" in name:
+        (tmp_path / "runs").mkdir()
+    hint = f"`twell train --preset {made}` makes runs/{made}"
+    with pytest.raises(ValueError, match=rf"^model: got '{name}', which does not exist; .*; {hint}$"):
+        find_model(name)
+
+
+@pytest.mark.parametrize("name", ["./a", "../a", "/nowhere/a", "~/nowhere/a", "a/b/c", "a/b/"])
+def test_other_paths_are_not_looked_for_either(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^model: got '{name}', which does not exist; .* on the Hub$"):
+        find_model(name)
+
+
+@pytest.mark.parametrize("name", ["someone/model", "runsome/demo"])
+def test_other_names_are_left_to_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert find_model(name) == name
 
 
 class TestManifests:

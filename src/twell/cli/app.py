@@ -110,11 +110,15 @@ def tune(
 
 
 class _WithSettings(TyperCommand):
-    """Lists the settings after the options."""
+    """Lists the presets, and the settings after the options."""
 
     def format_help(self, ctx, formatter) -> None:
+        from ..train.presets import PRESETS
         from .train import show_settings
 
+        for option in self.params:
+            if option.name == "preset":
+                option.help = f"{', '.join(PRESETS)}."
         super().format_help(ctx, formatter)
         show_settings()
 
@@ -124,7 +128,7 @@ def train(
     overrides: Annotated[
         list[str] | None, Argument(help="Settings as key=value, such as train.steps=100.", show_default=False)
     ] = None,
-    preset: Annotated[str | None, Option(help="tiny, small, paper-0.5b, paper-1b, ..., relufy.")] = None,
+    preset: Annotated[str | None, Option(help="Named settings.")] = None,
     config: Annotated[Path | None, Option(help="A YAML file of settings.")] = None,
     out: Annotated[Path | None, Option(help="The run's folder, new or empty. Default: runs/PRESET.")] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,

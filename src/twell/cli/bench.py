@@ -16,7 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._errors import reject, require_choice
 from ..measure import Record, read_records, write_records
-from ..measure.models import PRESETS
+from ..measure.models import require_preset
 from ..measure.processes import NOTE, Job, run_apart
 from ..measure.records import source
 from ..measure.results import Measured, merge, records_of
@@ -154,8 +154,7 @@ def _device(given: str | None) -> str:
 
 def _preset(given: str | None, gpu: bool) -> str:
     name = given or ("paper-2b" if gpu else "tiny")
-    if name not in PRESETS:
-        reject("preset", repr(name), f"one of {', '.join(PRESETS)}")
+    require_preset(name)
     return name
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import textwrap
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,6 +18,10 @@ from .progress import NOISY, Bar, showing
 from .text import text_source
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
     from ..explanation import Explanation
 
 _PLAIN = {"highlight": False, "soft_wrap": True}
@@ -47,40 +53,82 @@ def run_explain(
     source = text_source(text)
     console = Console()
     with showing(console, f"loading {model}"):
-        import torch
-
         from .. import explain
-        from ..evaluation import load_model, require_sparse_blocks, text_windows
+        from ..evaluation import load_model, require_sparse_blocks
         from ..sparsify.blocks import named_blocks
 
         loaded, tokenizer = load_model(model, dtype=dtype)
     require_sparse_blocks(loaded)
-    windows = text_windows(loaded, tokenizer, documents(source), sequence_length)
-    first = next(windows, None)
-    if first is None:
-        reject("text", "no two tokens", "at least 2 tokens of text")
-    more = islice(windows, max(tokens // len(first) - 1, 0))
-    whole = [first, *(window for window in more if len(window) == len(first))]
-    ids = torch.tensor(whole, device=loaded.device)[:, :tokens]
+    ids = _first_tokens(loaded, tokenizer, documents(source), tokens, sequence_length)
     with Bar(console, f"timing blocks on {ids.numel():,} tokens", len(named_blocks(loaded)), "blocks") as bar:
         batch = {"input_ids": ids, "use_cache": False}
         explained = explain(loaded, batch, progress=lambda _block: bar.advance())
-    console.print(str(explained), **_PLAIN)
-    gains = [layer.gain for layer in explained if layer.gain is not None]
-    if gains:
-        share = sum(1 / gain.middle for gain in gains) / len(gains)
-        console.print(
-            f"\n{ids.numel():,} tokens on {_place(loaded)}: a block takes {share:.0%} of dense PyTorch's "
-            "time on average (95% intervals above). 'union' is of 128 neighbouring tokens.",
-            **_PLAIN,
-        )
-        if any(gain.is_wide for gain in gains):
-            console.print(NOISY, style="yellow", **_PLAIN)
+    _show(console, explained, ids.numel(), _place(loaded))
     if save:
         _save(loaded, ids, folder, console)
     if plot is not None:
         _draw(explained, f"{short_name(model)}, {ids.numel():,} tokens on {_place(loaded)}", plot)
         console.print(f"plot: {plot}", markup=False, **_PLAIN)
+
+
+def _first_tokens(
+    model: Any, tokenizer: Any, texts: Iterator[str], tokens: int, sequence_length: int | None
+) -> Tensor:
+    """int64 [windows, length]: whole windows of the text, of up to `tokens` tokens together."""
+    import torch
+
+    from ..evaluation import text_windows
+
+    windows = text_windows(model, tokenizer, texts, sequence_length)
+    first = next(windows, None)
+    if first is None:
+        reject("text", "no two tokens", "at least 2 tokens of text")
+    more = islice(windows, max(tokens // len(first) - 1, 0))
+    whole = [first, *(window for window in more if len(window) == len(first))]
+    return torch.tensor(whole, device=model.device)[:, :tokens]
+
+
+def _show(console: Console, explained: Explanation, tokens: int, place: str) -> None:
+    """The table, what its columns mean, and the average."""
+    width = _width(console)
+    table = explained.text(width)
+    console.print(table, **_PLAIN)
+    gains = [layer.gain for layer in explained if layer.gain is not None]
+    if not gains:
+        return
+    console.print(**_PLAIN)
+    for column, meaning in _meanings(tokens).items():
+        if column in table.partition("\n")[0]:
+            _say(console, f"'{column}' {meaning}", width)
+    share = sum(1 / gain.middle for gain in gains) / len(gains)
+    said = f"{tokens:,} tokens on {place}: a block takes {share:.0%} of dense PyTorch's time on average "
+    _say(console, f"{said}(95% intervals above).", width)
+    if any(gain.is_wide for gain in gains):
+        _say(console, NOISY, width, style="yellow")
+
+
+def _meanings(tokens: int) -> dict[str, str]:
+    """Of columns whose titles do not say it."""
+    from ..explanation import NEIGHBOURS
+
+    union = f"is of {NEIGHBOURS} neighbouring tokens."
+    if tokens < NEIGHBOURS:
+        union = f"is of all {tokens} tokens; so short a text says little: take at least {NEIGHBOURS} tokens."
+    return {
+        "union": union,
+        "fewer products": "is how many times fewer multiplications a block needs than dense PyTorch does.",
+    }
+
+
+def _width(console: Console) -> int | None:
+    """Characters of a line on a terminal; None in a file, whose lines may be longer."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else None
+
+
+def _say(console: Console, text: str, width: int | None, style: str | None = None) -> None:
+    """Print `text` in lines that end between words."""
+    lines = text if width is None else textwrap.fill(text, width)
+    console.print(lines, style=style, markup=False, **_PLAIN)
 
 
 def _save(model: object, ids: object, folder: Path, console: Console) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .._errors import reject, require_positive_int
+from .._errors import did_you_mean, reject, require_positive_int
 from ..shares import active_neurons, run_observed
 from ..sparsify.blocks import named_blocks
 from ..synthetic import firing_rates
@@ -96,10 +96,15 @@ PRESETS: dict[str, ModelSize] = {
 }
 
 
+def require_preset(name: str) -> None:
+    """`name` must be a preset's; suggests one that is spelt like it."""
+    if name not in PRESETS:
+        reject("preset", repr(name), f"one of {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
+
+
 def preset_size(name: str, *, layers: int | None = None, nnz: float | None = None) -> ModelSize:
     """A preset, with other layers or another nnz where given."""
-    if name not in PRESETS:
-        reject("preset", repr(name), f"one of {', '.join(PRESETS)}")
+    require_preset(name)
     size = PRESETS[name]
     if layers is not None:
         require_positive_int("layers", layers)

@@ -89,7 +89,8 @@ def profile_model(
             stopped = INTERRUPTED
             break
     if counting is None:
-        accepted = f"at least one sequence of {length:,} tokens; sequence_length sets a shorter one"
+        shorter = "--sequence-length (in Python: sequence_length) sets a shorter one"
+        accepted = f"at least one sequence of {length:,} tokens; {shorter}"
         reject("text", f"{sequences.left_over:,} tokens", accepted)
     return counting.profile(tokenizer, name=name, text=list(text), batch=batch, stopped=stopped)
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from .._errors import is_local, reject
 from .._files import digest_of_file, digest_of_json, write_json
+from .presets import PRESETS
 
 MANIFEST = "manifest.json"
 MODEL = "model"
 _CONFIG = "config.json"
+_RUNS = "runs"  # where runs are without --out; never taken for an owner on the Hub
 _ENTRY = {"bytes": int, "blake2b": str}  # what a manifest says of a file
 _FOLDER = re.compile(r"^checkpoint-(\d+)$")
 _log = logging.getLogger("twell")
@@ -28,9 +30,11 @@ def find_model(name: str, argument: str = "model") -> str:
     """
     folder = Path(name).expanduser()
     if not folder.exists():
-        if is_local(name):
+        in_runs = folder.parts[:1] == (_RUNS,)
+        if is_local(name) or in_runs:
             accepted = "a folder with a model, a run's folder, or a name on the Hub"
-            reject(argument, f"{name!r}, which does not exist", accepted)
+            hint = f"; {_how_to_make(folder)}" if in_runs else ""
+            reject(argument, f"{name!r}, which does not exist", f"{accepted}{hint}")
         return name
     if (folder / MODEL / _CONFIG).is_file():
         return str(folder / MODEL)
@@ -38,6 +42,12 @@ def find_model(name: str, argument: str = "model") -> str:
     if found is None or not (found / _CONFIG).is_file():
         reject(argument, repr(name), f"a folder with a {_CONFIG}, or a run's folder with a checkpoint")
     return str(found)
+
+
+def _how_to_make(run: Path) -> str:
+    """The command that makes a run in the folder `run`, or in one like it."""
+    name = run.parts[1] if len(run.parts) > 1 and run.parts[1] in PRESETS else "NAME"
+    return f"`twell train --preset {name}` makes {_RUNS}/{name}"
 
 
 def write_manifest(folder: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
-from .._errors import reject
+from .._errors import did_you_mean, reject
 
 Settings = dict[str, Any]
 PAPER_CORPUS = "hf:skymizer/fineweb-edu-dedup-45B"
@@ -153,7 +152,5 @@ def without_sizes(settings: Settings) -> Settings:
 def preset(name: str) -> Settings:
     """The settings of a preset, with its name."""
     if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        reject("preset", repr(name), f"one of {', '.join(PRESETS)}{hint}")
+        reject("preset", repr(name), f"one of {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
     return {"preset": name, **PRESETS[name]()}

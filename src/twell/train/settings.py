@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from .._errors import reject
+from .._errors import did_you_mean, reject
 from .config import RunConfig
 
 
@@ -84,9 +84,7 @@ def _name(kind: Any) -> str:
 
 
 def _accepted(name: str, names: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(name, names, n=1)
-    known = ", ".join(names)
-    return f"one of {known}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return f"one of {', '.join(names)}{did_you_mean(name, names)}"
 
 
 def read_settings(path: Path) -> dict[str, Any]:
