@@ -53,6 +53,7 @@ def test_the_demo_trains_checks_times_writes_and_reports(tmp_path):
     for name, run in (("with penalty", found), ("without", found["without_penalty"])):
         figures = f"cross-entropy {run['held_out_ce_loss']:.3f}, {run['held_out_nnz']:.1f} of 128 neurons"
         assert f"held-out text, {name}: {figures} active" in shown
+    assert "Sizes of its blocks: D 32, H 128 (4 x D). The paper's models have 2.75 x D;" in shown
     assert found["steps"] == 10
     assert len(found["speedups"]) == 3
     assert all(value > 0 for value in found["speedups"].values())
@@ -67,6 +68,9 @@ def test_the_demo_trains_checks_times_writes_and_reports(tmp_path):
     assert forward.error < 1e-5
     assert generation.details["same_tokens_as_dense"] == 1
     page = (out / "report.html").read_text()
+    assert "twell bench inference MODEL --text FILE" in page
+    assert "bench inference demo" not in page
+    assert "active neurons per token of the prompts" in page
     assert "Training runs" in page
     assert "Forward pass" in page
     assert result.output.rstrip().endswith(f"report: {out / 'report.html'} (open it in a browser)")

@@ -14,7 +14,7 @@ from twell.report import make_report
 
 CHROMIUM = shutil.which("chromium")
 WIDE, NARROW = 1200, 390
-PROBE = """
+PROBE = r"""
 <script>
 function wakeTokens() {
   const tokens = [...document.querySelectorAll(".tokens button")];
@@ -40,6 +40,11 @@ addEventListener("load", () => {
     width: innerWidth,
     needed: document.documentElement.scrollWidth,
     paper: getComputedStyle(document.body).backgroundColor,
+    intervals: [...document.querySelectorAll("td")].filter((cell) => /x\s\(\d/.test(cell.textContent)).map(
+      (cell) => [cell.getBoundingClientRect().right, cell.innerText.split("\n").length]),
+    // Of the tables that are too wide: how many shades and covers.
+    shades: [...document.querySelectorAll(".scroll")].filter((box) => box.scrollWidth > box.clientWidth).map(
+      (box) => getComputedStyle(box).backgroundAttachment),
     plots: [...document.querySelectorAll("svg.chart")].map((svg) => [svg.clientWidth, svg.clientHeight]),
     stroke: getComputedStyle(document.querySelector("svg.chart .line")).stroke,
     letters: [...document.querySelectorAll("svg.chart text")].map(
@@ -89,6 +94,10 @@ def test_the_page_in_chromium(everything, tmp_path, dark):
         assert len(page["plots"]) == len(report.drawings())
         assert all(wide > 250 and high > 80 for wide, high in page["plots"])
         assert max(page["letters"]) < 2  # no label leaves its plot
+        assert page["intervals"]
+        lines = 1 if name == "wide" else 2
+        assert all(right <= width and count == lines for right, count in page["intervals"])
+        assert set(page["shades"]) <= {"local, local, scroll, scroll"}
         assert page["paper"] == ("rgb(18, 23, 29)" if dark else "rgb(255, 255, 255)")
         assert page["stroke"] not in ("none", "rgb(0, 0, 0)")
         assert page["columns"] == (2 if name == "wide" else 1)
@@ -97,6 +106,7 @@ def test_the_page_in_chromium(everything, tmp_path, dark):
         assert page["moved"] == 4
         assert "Token 21 of 32" in page["pointed"]
         assert page["same"] >= 1
+    assert found["narrow"]["shades"]  # some table is too wide, or the check checks nothing
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")

@@ -36,11 +36,29 @@ def test_a_gain_counts_over_the_fastest_dense_contender(tmp_path):
     found = headline(tmp_path, bench_records())
     assert found.claim == "A forward pass of tiny (4 x 32 tokens): 1.50x as fast as best dense."
     notes = " ".join(found.notes)
-    assert "96 neurons, 12 of them active per token" in notes
+    assert "96 neurons, 12 of them active per token of this batch" in notes
     assert "on random tokens" in notes
     facts = {fact.label: fact for fact in found.facts}
     assert facts["energy per token"].value == "−33.3%"  # noqa: RUF001 - a minus sign
     assert facts["peak memory"].good
+
+
+@pytest.mark.parametrize(("neurons", "said"), [(96, False), (128, False), (512, True)])
+def test_wide_blocks_are_said_to_be_wide(tmp_path, neurons, said):
+    records = [dataclasses.replace(r, shape={**r.shape, "H": neurons}) for r in bench_records()]
+    found = "Its blocks are wide: D 32, H 512, which is 16 x D." in " ".join(
+        headline(tmp_path, records).notes
+    )
+    assert found is said
+
+
+def test_comparisons_and_contenders_are_counted_apart(tmp_path):
+    others = [dataclasses.replace(r, shape={**r.shape, "batch": 9}) for r in bench_records()]
+    notes = headline(tmp_path, [*bench_records(), *others]).notes
+    assert "Measured: 2 comparisons (6 contenders) on " in notes[-1]
+    notes = headline(tmp_path, [*bench_records(), block("ffn_cpu/auto", 9.0)]).notes
+    assert "Measured: 1 comparison (3 contenders) and 1 other record on " in notes[-1]
+    assert "Measured: 1 record on " in headline(tmp_path, [block("ffn_cpu/auto", 9.0)]).notes[-1]
 
 
 def test_what_lost_is_named_beside_what_won(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 import shutil
@@ -10,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from twell.cli.app import app
-from twell.measure.records import read_records, write_records
+from twell.measure.records import Record, read_records, write_records
 from twell.report import make_report, read_inputs
-from twell.report.origin_sections import bench_command
+from twell.report.origin_sections import bench_command, commands
 from twell.report.sweep import sweeps
 
 from ..test_documents import ROOT, check_command
@@ -73,10 +74,13 @@ def test_a_run_that_is_not_finished_is_shown_and_not_compared(made, tmp_path):
 
 
 def test_commands_exist_and_name_what_was_run(everything):
-    text = make_report(everything).sections[-1].blocks[-1].lines
+    [_, commands, legend] = make_report(everything).sections[-1].blocks
+    text = commands.lines
     assert text[0].startswith("twell train --config")
     for line in text:
         check_command(shlex.split(line)[1:])
+    assert f"twell profile {everything[0].parent / 'some'} --text corpus" in "\n".join(text)
+    assert legend.text == "In capitals, what you fill in. NEW_FOLDER: where to write."
     [record, *_] = bench_records()
     command = bench_command(record)
     assert "--shape 4x32" in command
@@ -84,6 +88,38 @@ def test_commands_exist_and_name_what_was_run(everything):
     for path in ("bench_inference", "bench_training"):
         for record in read_records(ROOT / "benchmarks" / "results" / f"{path}.jsonl"):
             check_command(shlex.split(bench_command(record))[1:])
+
+
+def of_model(name: str) -> list[Record]:
+    """Of a trained model on text."""
+    return [
+        dataclasses.replace(r, shape={**r.shape, "model": name, "text": "held-out text"})
+        for r in bench_records()
+    ]
+
+
+def test_commands_do_not_pass_a_short_name_as_a_path(tmp_path):
+    write_records(tmp_path / "r.jsonl", of_model("mine"))
+    lines, legend = commands(read_inputs([tmp_path / "r.jsonl"]))
+    assert lines[0].startswith("twell bench inference MODEL --text FILE --workload forward ")
+    assert lines[1:] == [f"twell report {tmp_path / 'r.jsonl'}"]
+    assert 'MODEL: the folder or Hugging Face name of "mine"' in legend
+    assert "FILE: your text" in legend
+    assert "NEW_FOLDER" not in legend
+
+
+def test_commands_tell_two_models_apart(tmp_path):
+    write_records(tmp_path / "r.jsonl", [*of_model("mine"), *of_model("yours")])
+    lines, legend = commands(read_inputs([tmp_path / "r.jsonl"]))
+    assert [line.split()[3] for line in lines[:2]] == ["MODEL_1", "MODEL_2"]
+    assert 'MODEL_1: the folder or Hugging Face name of "mine"; MODEL_2: ' in legend
+
+
+def test_commands_that_lack_nothing_need_no_legend(tmp_path):
+    write_records(tmp_path / "r.jsonl", bench_records())
+    lines, legend = commands(read_inputs([tmp_path / "r.jsonl"]))
+    assert "--preset tiny" in lines[0]
+    assert legend == ""
 
 
 def run(*arguments):

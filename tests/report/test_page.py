@@ -11,9 +11,10 @@ from html.parser import HTMLParser
 import pytest
 
 from twell.profiling import read_profile
-from twell.report import make_report
+from twell.report import Inputs, make_report, read_inputs
 from twell.report.document import HeatMap
 from twell.report.heat_map import LEVELS, heat_map, level
+from twell.report.run_sections import run_sections
 
 from .conftest import STRANGE
 
@@ -87,6 +88,39 @@ def test_the_papers_figures_are_there(page):
     assert all(attributes["aria-label"] and attributes["role"] == "img" for attributes in drawn)
 
 
+def test_counted_figures_say_on_what(page, everything):
+    summary = json.loads((everything[1] / "summary.json").read_text())
+    profile = read_profile(everything[2] / "profile.json")
+    said = page.text_of("p", "figcaption")
+    assert "12 active neurons per token of this batch (10 to 14 by layer)" in said
+    window = f"{summary['held_out_dead_window']:,} tokens of held-out text"
+    assert f"Active: neurons per token and layer, on held-out text. Dead: silent in all of {window}." in said
+    assert "On training text, between logs." in said
+    assert "At the end of training, on held-out text." in said
+    counted = f"Counted on the first {profile.tokens:,} tokens of the profiled text (text: corpus)."
+    assert said.count(counted) == 2
+    assert f"over the {profile.tokens:,} profiled tokens" in page.text_of("dd")
+
+
+def test_dead_neurons_say_in_how_many_tokens_they_were_silent(everything):
+    [run, *_] = read_inputs(everything[:1]).runs
+    logs = [{**line, "dead": 0.1, "dead_window": 1000 * (1 + place)} for place, line in enumerate(run.logs)]
+    [section, *_] = run_sections(Inputs((), (dataclasses.replace(run, logs=logs),), (), ()))
+    [figure] = [one for one in section.blocks[1].figures if one.name == "runs-dead"]
+    assert figure.caption == f"Silent in the last 1,000 to {1000 * len(logs):,} tokens of training text."
+
+
+def test_runs_without_held_out_text_say_training_text(everything):
+    inputs = read_inputs(everything[:2])
+    runs = [
+        dataclasses.replace(run, summary={"steps": run.last("step")}, evaluations=[]) for run in inputs.runs
+    ]
+    [section, *_] = run_sections(dataclasses.replace(inputs, runs=tuple(runs)))
+    window = f"{runs[0].last('dead_window'):,} tokens of training text"
+    assert f"on training text. Dead: silent in all of {window}." in section.blocks[0].caption
+    assert "held-out" not in section.blocks[0].caption
+
+
 def test_nothing_is_fetched(page):
     for tag, attributes in page.elements:
         assert tag not in ("img", "iframe", "object", "embed")
@@ -118,7 +152,7 @@ def test_figures_in_tables_are_those_of_the_inputs(page, everything):
     assert f"{summary['held_out_ce_loss']:.4f}" in cells
     layer = read_profile(everything[2] / "profile.json").layers[1]
     assert f"{layer.nnz.mean:.1f}" in cells
-    assert any(cell.startswith("2.00x (") for cell in cells)
+    assert any(cell.startswith("2.00x\n(") for cell in cells)
 
 
 def test_the_map_holds_the_sample(everything):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ..measure.records import Record
 from .chart import Bar, Bars
 from .document import Block, Figure, Figures, Paragraph, Section, Table
-from .record_names import contender, is_bench, short_model, size_of, workload
+from .record_names import contender, counted_on, is_bench, short_model, size_of, workload
 from .wording import gigabytes, optional, seconds, share, short, times
 
 _TITLES = {
@@ -103,7 +103,8 @@ def _gain(record: Record) -> str:
     if name not in record.details:
         return ""
     low, high = (record.details.get(f"{name}/{end}") for end in ("low", "high"))
-    interval = "" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+    # A line break, which only narrow screens show: they would hide the interval.
+    interval = "" if low is None or high is None else f"\n({low:.2f}-{high:.2f})"
     return times(record.details[name]) + interval
 
 
@@ -118,7 +119,7 @@ def _conditions(group: list[Record]) -> str:
         span = ""
         if "nnz_least" in sparsity:
             span = f" ({short(sparsity['nnz_least'])} to {short(sparsity['nnz_most'])} by layer)"
-        parts.append(f"{short(sparsity['nnz'])} active neurons per token{span}")
+        parts.append(f"{short(sparsity['nnz'])} active neurons per token {counted_on(record)}{span}")
     text = shape.get("text")
     if text == "random tokens" or "text" not in shape:
         parts.append("weights built to be this sparse, random tokens")

@@ -14,9 +14,18 @@ from typing import Any
 from ..measure.records import Record
 from .document import Fact, Headline
 from .inputs import Inputs, Profiled, Run
-from .record_names import contender, described, is_bench, is_block, is_real, is_whole_model, workload
+from .record_names import (
+    contender,
+    counted_on,
+    described,
+    is_bench,
+    is_block,
+    is_real,
+    is_whole_model,
+    workload,
+)
 from .sweep import base_run, sparsest_good
-from .wording import change, exponent, gigabytes, listed, share, short, times
+from .wording import change, counted, exponent, gigabytes, listed, share, short, times, width_note
 
 _NO_GAIN = 1.005  # beside rounding
 # Whole models that were trained, on text; built to be sparse; blocks of a model, on text; one block.
@@ -25,7 +34,10 @@ _RANKS = _REAL, _BUILT, _BLOCKS, _BLOCK = range(4)
 
 @dataclass(frozen=True)
 class Gain:
-    """low: the end of its interval that counts. rank: 0 is what says most, see `_RANKS`."""
+    """low: the end of its interval that counts. rank: 0 is what says most, see `_RANKS`.
+
+    width: a note on blocks that are wider than usual.
+    """
 
     value: float
     low: float
@@ -34,6 +46,7 @@ class Gain:
     what: str
     baseline: str
     conditions: str
+    width: str = ""
     facts: tuple[Fact, ...] = ()
 
 
@@ -41,7 +54,7 @@ def make_headline(inputs: Inputs) -> Headline:
     title = f"TwELL report: {listed([_short_name(source) for source in inputs.sources])}"
     gains = [*_of_records(inputs.records), *_of_profiles(inputs.profiles)]
     facts: list[Fact] = []
-    claim = conditions = ""
+    claim = conditions = width = ""
     if gains:
         # Where a kind shows no gain, the next may.
         best = max(gains, key=lambda gain: (gain.low > _NO_GAIN, -gain.rank, gain.low))
@@ -52,7 +65,7 @@ def make_headline(inputs: Inputs) -> Headline:
             )
             claim = f"Nothing measured here is surely faster than dense. {found}"
         interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
-        conditions = best.conditions + interval
+        conditions, width = best.conditions + interval, best.width
         good = True if best.low > _NO_GAIN else False if best.high < 1 else None  # None: nobody can tell
         if good:
             conditions += _without_gain(gains, best)
@@ -63,7 +76,7 @@ def make_headline(inputs: Inputs) -> Headline:
     if not claim:
         claim, sparse = sparse, ""
     return Headline(
-        title, claim, [text for text in (sparse, conditions, _measured(inputs)) if text], facts[:5]
+        title, claim, [text for text in (sparse, conditions, width, _measured(inputs)) if text], facts[:5]
     )
 
 
@@ -88,17 +101,26 @@ def _measured(inputs: Inputs) -> str:
     parts = []
     if inputs.runs:
         tokens = sum(run.tokens for run in inputs.runs)
-        word = "training run" if len(inputs.runs) == 1 else "training runs"
-        parts.append(f"{len(inputs.runs)} {word} ({short(tokens)} tokens)")
+        parts.append(f"{counted(len(inputs.runs), 'training run')} ({short(tokens)} tokens)")
     if inputs.profiles:
         tokens = sum(one.profile.tokens for one in inputs.profiles)
         models = listed([_short_name(one.profile.model) for one in inputs.profiles])
         parts.append(f"the neurons of {models} on {tokens:,} tokens of text")
     if inputs.records:
         places = {str(r.hardware.get("gpu") or r.hardware.get("cpu")) for r in inputs.records}
-        word = "record" if len(inputs.records) == 1 else "records"
-        parts.append(f"{len(inputs.records)} {word} of {listed(sorted(places))}")
+        parts.append(f"{' and '.join(_counts(inputs.records))} on {listed(sorted(places))}")
     return f"Measured: {'; '.join(parts)}."
+
+
+def _counts(records: Sequence[Record]) -> Iterable[str]:
+    """Comparisons of `twell bench` have a record per contender; other records stand by themselves."""
+    benched = [record for record in records if is_bench(record)]
+    others = len(records) - len(benched)
+    if benched:
+        comparisons = len({workload(record) for record in benched})
+        yield f"{counted(comparisons, 'comparison')} ({counted(len(benched), 'contender')})"
+    if others:
+        yield counted(others, "other record" if benched else "record")
 
 
 def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
@@ -122,6 +144,7 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             described(record),
             name.replace("-", " ") if "/" not in name else name,
             _conditions(record),
+            width_note(record.shape.get("D"), record.shape.get("H")),
             tuple(_beside(record, records, name)),
         )
 
@@ -158,7 +181,7 @@ def _conditions(record: Record) -> str:
             parts.append(form.format(shape[name]))
     nnz = record.sparsity.get("nnz", record.sparsity.get("wanted_nnz"))
     if nnz is not None:
-        parts.append(f"{short(nnz)} of them active per token")
+        parts.append(f"{short(nnz)} of them active per token {counted_on(record)}".rstrip())
     if shape.get("text") == "random tokens" or record.what.startswith("bench_training"):
         parts.append("a model built to be this sparse, on random tokens")
     return f"Conditions: {', '.join(parts)}; commit {record.commit}."
@@ -210,6 +233,7 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             "dense PyTorch",
             f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
             "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
+            width_note(one.profile.layers[0].hidden, one.profile.layers[0].neurons),
         )
 
 
@@ -225,7 +249,7 @@ def _of_runs(runs: Sequence[Run]) -> tuple[str, list[Fact]]:
     neurons = run.config.model.intermediate_size
     text = (
         f"With lambda {exponent(run.l1)}, a token activates {short(run.nnz)} of {neurons:,} neurons per "
-        f"layer ({share(run.nnz / neurons)})"
+        f"layer ({share(run.nnz / neurons)}) on {run.nnz_text}"
     )
     base = base_run(run, runs)
     if base is None or base is run or base.loss is None or run.loss is None:
@@ -244,7 +268,8 @@ def _active(inputs: Inputs) -> list[Fact]:
             Fact(
                 share(profile.mean_share),
                 "of the neurons active per token",
-                f"{short(profile.mean_nnz)} of {profile.layers[0].neurons:,} in each layer, on average",
+                f"{short(profile.mean_nnz)} of {profile.layers[0].neurons:,} in each layer, on average over "
+                f"the {profile.tokens:,} profiled tokens",
             )
         ]
     run = sparsest_good(inputs.runs)
@@ -252,5 +277,9 @@ def _active(inputs: Inputs) -> list[Fact]:
         return []
     neurons = run.config.model.intermediate_size
     return [
-        Fact(share(run.nnz / neurons), "of the neurons active per token", f"{short(run.nnz)} of {neurons:,}")
+        Fact(
+            share(run.nnz / neurons),
+            "of the neurons active per token",
+            f"{short(run.nnz)} of {neurons:,}, on {run.nnz_text}",
+        )
     ]

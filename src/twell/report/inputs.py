@@ -23,6 +23,7 @@ ACCEPTED = (
     "a .jsonl file of records (of `twell bench`), or a reproduction's folder alone (of `twell reproduce`)"
 )
 PROFILE = "profile.json"
+_HELD_OUT, _TRAINING = "held-out text", "training text"
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,22 @@ class Run:
     @property
     def nnz(self) -> float | None:
         """Held-out if there is such text."""
-        found = self.summary.get("held_out_nnz")
-        if found is None and self.evaluations:
-            found = self.evaluations[-1].get("eval_nnz")
-        return self.last("nnz") if found is None else found
+        return self._figure("nnz")[0]
+
+    @property
+    def nnz_text(self) -> str:
+        """What `nnz` was counted on."""
+        return self._figure("nnz")[1]
 
     @property
     def dead(self) -> float | None:
-        found = self.summary.get("held_out_dead")
-        return self.last("dead") if found is None else found
+        return self._figure("dead")[0]
+
+    @property
+    def dead_text(self) -> str:
+        """What `dead` was counted on: the more tokens, the fewer neurons stay silent."""
+        window, text = self._figure("dead_window")
+        return text if window is None else f"{window:,} tokens of {text}"
 
     @property
     def tokens(self) -> int:
@@ -97,13 +105,27 @@ class Run:
 
     def by_layer(self, name: str) -> list[float]:
         """The last figures of each layer: held-out ones if there are any."""
+        return self._layers(name)[0]
+
+    def by_layer_text(self, name: str) -> str:
+        """What `by_layer` was counted on."""
+        return self._layers(name)[1]
+
+    def _figure(self, name: str) -> tuple[float | None, str]:
+        """The last figure, held-out if there is such text, and the text."""
+        found = self.summary.get(f"held_out_{name}")
+        if found is None and self.evaluations:
+            found = self.evaluations[-1].get(f"eval_{name}")
+        return (self.last(name), _TRAINING) if found is None else (found, _HELD_OUT)
+
+    def _layers(self, name: str) -> tuple[list[float], str]:
         lines = [*self.logs[-1:], *self.evaluations[-1:]]
-        for prefix in ("eval_", ""):
+        for prefix, text in (("eval_", _HELD_OUT), ("", _TRAINING)):
             for line in reversed(lines):
                 found = [line.get(f"{prefix}{name}_layer_{i}") for i in range(self.config.model.layers)]
                 if found and all(value is not None for value in found):
-                    return found
-        return []
+                    return found, text
+        return [], ""
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..measure.records import Record
 from ..profiling.schema import Profile
 from .document import Commands, Paragraph, Section, Table
 from .inputs import Inputs
-from .record_names import is_bench
+from .record_names import is_bench, is_real
 from .wording import listed
 
+# Words in commands for what only the reader knows.
+_MODEL, _FILE, _NEW_FOLDER = "MODEL", "FILE", "NEW_FOLDER"
+_MEANINGS = {
+    _MODEL: "the model's folder or Hugging Face name",
+    _FILE: "your text, on which the figures depend",
+    _NEW_FOLDER: "where to write",
+}
 # Scripts of a checkout that write records, by the first word of their names.
 _SCRIPTS = {
     "ffn_inference": "python benchmarks/ffn_inference.py",
@@ -22,7 +29,7 @@ _SCRIPTS = {
     "generation": "python benchmarks/generation.py",
     "sparsified": "python benchmarks/sparsified_models.py",
     "defaults": "python benchmarks/defaults.py",
-    "pruned_model": "python benchmarks/pruned_model.py --text FILE",
+    "pruned_model": f"python benchmarks/pruned_model.py --text {_FILE}",
     "families": "python -m tests.sparsify.families --record",
 }
 
@@ -35,7 +42,9 @@ def origin_sections(inputs: Inputs) -> Iterator[Section]:
             names = listed([run.name for run in inputs.runs if not run.place])
             notes.append(Paragraph(f"Not noted which machine trained: {names}."))
         yield Section("Environment", [places, *notes])
-    yield Section("Commands", [Paragraph("What makes these figures again."), Commands(_commands(inputs))])
+    lines, legend = commands(inputs)
+    blocks = [Paragraph("What makes these figures again."), Commands(lines)]
+    yield Section("Commands", [*blocks, *([Paragraph(legend)] if legend else [])])
 
 
 def _environments(inputs: Inputs) -> Table:
@@ -95,23 +104,46 @@ def _versions(versions: dict[str, Any]) -> str:
     return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
 
 
-def _commands(inputs: Inputs) -> list[str]:
+def commands(inputs: Inputs) -> tuple[list[str], str]:
+    """The commands, and what the words in capitals in them stand for."""
     lines: dict[str, None] = {}
+    models = _unknown_models(inputs.records)
     for run in inputs.runs:
         lines[run.command] = None
     for one in inputs.profiles:
         lines[profile_command(one.profile)] = None
     for record in inputs.records:
-        command = bench_command(record) if is_bench(record) else _SCRIPTS.get(record.what.split("/")[0])
+        if is_bench(record):
+            command = bench_command(record, models.get(record.shape.get("model"), _MODEL))
+        else:
+            command = _SCRIPTS.get(record.what.split("/")[0])
         if command:
             lines[command] = None
+    meanings = {word: f'the folder or Hugging Face name of "{name}"' for name, word in models.items()}
+    legend = _legend(lines, {**_MEANINGS, **meanings})
     lines[shlex.join(["twell", "report", *inputs.sources])] = None
-    return list(lines)
+    return list(lines), legend
+
+
+def _unknown_models(records: Sequence[Record]) -> dict[str, str]:
+    """Name of a model -> the word for it in commands: records have its short name, not where it is."""
+    benched = filter(is_bench, records)
+    names = list(dict.fromkeys(str(record.shape["model"]) for record in benched if is_real(record)))
+    if len(names) == 1:
+        return {names[0]: _MODEL}
+    return {name: f"{_MODEL}_{number}" for number, name in enumerate(names, 1)}
+
+
+def _legend(lines: Iterable[str], meanings: Mapping[str, str]) -> str:
+    """Of the placeholders in the lines."""
+    words = {word for line in lines for word in shlex.split(line)}
+    found = [f"{word}: {meaning}" for word, meaning in meanings.items() if word in words]
+    return f"In capitals, what you fill in. {'; '.join(found)}." if found else ""
 
 
 def profile_command(profile: Profile) -> str:
-    words = ["twell", "profile", profile.model or "MODEL"]
-    for text in profile.text or ["TEXT"]:
+    words = ["twell", "profile", profile.model or _MODEL]
+    for text in profile.text or [_FILE]:
         words += ["--text", text]
     words += ["--tokens", str(profile.tokens), "--sequence-length", str(profile.sequence_length)]
     words += ["--batch", str(profile.batch), "--dtype", profile.dtype]
@@ -119,11 +151,14 @@ def profile_command(profile: Profile) -> str:
         words += ["--sample", "0"]
     if all(layer.speed is None for layer in profile.layers):
         words.append("--no-speed")
-    return shlex.join([*words, "--out", "NEW_FOLDER"])
+    return shlex.join([*words, "--out", _NEW_FOLDER])
 
 
-def bench_command(record: Record) -> str:
-    """The command of `twell bench` that measures this workload, with all of its contenders."""
+def bench_command(record: Record, model: str = _MODEL) -> str:
+    """The command of `twell bench` that measures this workload, with all of its contenders.
+
+    model: what stands for a model that is no preset.
+    """
     shape, details = record.shape, record.details
     kind, workload, _ = record.what.split("/")
     words = ["twell", "bench", kind.removeprefix("bench_")]
@@ -132,7 +167,7 @@ def bench_command(record: Record) -> str:
             words += ["--preset", str(shape["model"]), "--layers", str(shape["layers"])]
             words += _built(record)
         else:
-            words += [str(shape["model"]), "--text", "TEXT"]  # records do not name it
+            words += [model, "--text", _FILE]
         words += ["--workload", workload]
         if workload == "forward":
             words += ["--shape", f"{shape['batch']}x{shape['sequence']}"]

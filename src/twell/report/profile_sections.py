@@ -9,7 +9,7 @@ from ..profiling.schema import KnownToken, LayerProfile, Profile
 from .chart import Chart, Reference, Series
 from .document import Block, Figure, Figures, HeatMap, Paragraph, Section, Table
 from .inputs import Profiled
-from .wording import share, short, times
+from .wording import listed, share, short, times
 
 
 def profile_sections(profiles: Sequence[Profiled]) -> Iterator[Section]:
@@ -20,6 +20,11 @@ def profile_sections(profiles: Sequence[Profiled]) -> Iterator[Section]:
             yield Section(f"What each token wakes{of}", [*_sample(profile)])
         yield Section(f"Layer by layer{of}", [*_layers(profile, name)])
         yield Section(f"How neurons fire{of}", [*_firing(profile, name)])
+
+
+def counted_on(profile: Profile) -> str:
+    text = f" (text: {listed(profile.text)})" if profile.text else ""
+    return f"the first {profile.tokens:,} tokens of the profiled text{text}"
 
 
 def _sample(profile: Profile) -> Iterator[Block]:
@@ -88,6 +93,7 @@ def _layers(profile: Profile, name: str) -> Iterator[Block]:
                 _correlation(profile),
             ),
         ]  # fmt: skip
+    yield Paragraph(f"Counted on {counted_on(profile)}. Dead: silent in all of them.")
     yield Figures(figures)
     yield _table(profile)
     for block, why in profile.skipped.items():
@@ -187,6 +193,7 @@ def _firing(profile: Profile, name: str) -> Iterator[Block]:
                 y_text=share,
             )
         )
+    yield Paragraph(f"Counted on {counted_on(profile)}.")
     yield Figures(figures)
     if profile.most or profile.fewest:
         yield _words(profile.most, profile.fewest)

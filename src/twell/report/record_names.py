@@ -95,6 +95,16 @@ def short_model(shape: dict) -> str:
     return str(shape.get("model", "a model")).rstrip("/").rsplit("/", 1)[-1]
 
 
+def counted_on(record: Record) -> str:
+    """Which tokens the active neurons of a record of `twell bench` are of; empty for other records.
+
+    Prompts are short, and the first tokens of a sequence wake many more neurons than later ones.
+    """
+    if not is_bench(record):
+        return ""
+    return "of the prompts" if record.what.split("/")[1] == "generation" else "of this batch"
+
+
 def size_of(record: Record) -> str:
     shape = record.shape
     if "new_tokens" in shape:

@@ -39,12 +39,22 @@ def _table(runs: Sequence[Run]) -> Table:
     }
     cells = {title: [make(run) for run in runs] for title, make in columns.items()}
     shown = [title for title, column in cells.items() if any(column)]
-    caption = (
-        "Loss: cross-entropy. Active: neurons per token and layer, on held-out text if there is some. Dead: "
-        "did not fire in the last tokens counted. Tokens/s and memory: medians of the second half of the "
-        "logs. Runs that shared a machine cannot be compared by them."
+    return Table(shown, list(zip(*(cells[title] for title in shown), strict=True)), caption=_legend(runs))
+
+
+def _legend(runs: Sequence[Run]) -> str:
+    parts = ["Loss: cross-entropy."]
+    active = dict.fromkeys(run.nnz_text for run in runs if run.nnz is not None)
+    dead = dict.fromkeys(run.dead_text for run in runs if run.dead is not None)
+    if active:
+        parts.append(f"Active: neurons per token and layer, on {' or '.join(active)}.")
+    if dead:
+        parts.append(f"Dead: silent in all of {' or '.join(dead)}.")
+    parts.append(
+        "Tokens/s and memory: medians of the second half of the logs. Runs that shared a machine cannot be "
+        "compared by them."
     )
-    return Table(shown, list(zip(*(cells[title] for title in shown), strict=True)), caption=caption)
+    return " ".join(parts)
 
 
 def _over(run: Run, runs: Sequence[Run]) -> str:
@@ -82,7 +92,8 @@ def _curves(runs: Sequence[Run]) -> list[Figure]:
             y_label = {"nnz": "neurons", "dead": "share of neurons", "tokens_per_second": "tokens/s"}.get(
                 key, ""
             )
-            held_out = any(not one.line for one in series)
+            caption = "Points: held-out text." if any(not one.line for one in series) else ""
+            caption = _counted_on(key, runs) or caption
             chart = Chart(
                 title,
                 "training tokens",
@@ -92,9 +103,23 @@ def _curves(runs: Sequence[Run]) -> list[Figure]:
                 y_from_zero=key not in ("ce_loss", "nnz"),
                 y_text=text,
             )
-            figures.append(Figure(f"runs-{key}", chart, "Points: held-out text." if held_out else ""))
+            figures.append(Figure(f"runs-{key}", chart, caption))
     layers = _by_layer(runs)
     return [*figures, layers] if layers else figures
+
+
+def _counted_on(key: str, runs: Sequence[Run]) -> str:
+    """Curves are of training text, the table beside them of held-out text: they differ."""
+    if key == "nnz":
+        return "On training text, between logs."
+    if key != "dead":
+        return ""
+    windows = {line["dead_window"] for run in runs for line in run.logs if line.get("dead_window")}
+    if not windows:
+        return "On training text."
+    least, most = min(windows), max(windows)
+    span = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    return f"Silent in the last {span} tokens of training text."
 
 
 def _by_layer(runs: Sequence[Run]) -> Figure | None:
@@ -108,7 +133,8 @@ def _by_layer(runs: Sequence[Run]) -> Figure | None:
     layers = max(len(one.points) for one in series)
     labels = [(place, str(place)) for place in range(layers)]
     chart = Chart("Active neurons by layer", "layer", "neurons", series, y_scale="log", x_labels=labels)
-    return Figure("runs-layers", chart, "At the end of training.")
+    texts = dict.fromkeys(run.by_layer_text("nnz") for run in runs if run.by_layer("nnz"))
+    return Figure("runs-layers", chart, f"At the end of training, on {' or '.join(texts)}.")
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
