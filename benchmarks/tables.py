@@ -203,6 +203,7 @@ def _draw_speedup_curves(data: object, path: Path, metadata: dict[str, str]) -> 
 
 
 FIGURES = [
+    Figure(ROOT / "docs/figures/whole_model.png", tables_headline.bars_data, tables_headline.draw_bars),
     Figure(ROOT / "docs/figures/cpu_speedup.png", _speedup_curves_data, _draw_speedup_curves),
     Figure(ROOT / "docs/figures/gpu_speedup.png", tables_gpu.curves_data, tables_gpu.draw_curves),
     Figure(ROOT / "docs/figures/gpu_training.png", tables_training.curves_data, tables_training.draw_curves),

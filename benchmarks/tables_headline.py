@@ -1,15 +1,17 @@
-"""The one table of the README: what is gained where, over plain and over compiled dense; from other tables'
-records."""
+"""What the README shows, from other tables' records: the gains over plain and over compiled dense, and the
+picture of a whole model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import tables_bench
 import tables_generation
 import tables_runs
 from twell.measure import Record, RunRecord, read_records
 from twell.measure.models import PRESETS
+from twell.plots import bar_panels
 
 Row = tuple[str, str, str]
 _MODEL = "paper-2b"
@@ -152,6 +154,50 @@ def _cpu() -> list[Row]:
             _faster(ours / compiled if compiled else None),
         )
     ]
+
+
+_SHOWN = {
+    "dense-eager": "PyTorch",
+    "dense-compiled": "PyTorch, torch.compile",
+    "ours-compiled": "twell, torch.compile",
+}
+Panels = dict[str, dict[str, float]]
+
+
+def bars_data() -> Panels:
+    """panel -> contender -> value; empty without all records."""
+    forward = _by_contender(tables_bench.latest(tables_bench.INFERENCE, "cuda", "forward"))
+    step = _by_contender(tables_bench.latest(tables_bench.TRAINING, "cuda", "step"))
+    if not (forward.keys() >= _SHOWN.keys() <= step.keys()):
+        return {}
+
+    def panel(found: dict[str, Record], value: Callable[[Record], float]) -> dict[str, float]:
+        return {shown: value(found[name]) for name, shown in _SHOWN.items()}
+
+    def pace(record: Record) -> float:
+        return record.details["tokens"] / record.value / 1e3
+
+    return {
+        "Forward pass, tokens per ms\n(more is better)": panel(forward, pace),
+        "Training step, tokens per ms\n(more is better)": panel(step, pace),
+        "Energy of the forward pass,\nmJ per token (less is better)": panel(
+            forward, lambda r: r.details["millijoules_per_token"]
+        ),
+        "Peak memory in training,\nGiB (less is better)": panel(
+            step, lambda r: r.details["peak_bytes"] / 2**30
+        ),
+    }
+
+
+def draw_bars(data: Panels, path: Path, metadata: dict[str, str]) -> None:
+    bar_panels(
+        data,
+        path,
+        title="The paper's 2B model on one H200, dense and sparse",
+        subtitle="same weights, bf16, 24 of 5,632 neurons active per token; forward 32 x 2,048 tokens, "
+        "training 8 x 2,048 tokens; each panel from one run",
+        metadata=metadata,
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {"headline": headline}

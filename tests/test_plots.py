@@ -57,7 +57,7 @@ def drawn(monkeypatch):
 def words_of(figure):
     """Every text that shows, with its place."""
     renderer = figure.canvas.get_renderer()
-    titles = [figure._suptitle, *(text for legend in figure.legends for text in legend.get_texts())]
+    titles = [*figure.texts, *(text for legend in figure.legends for text in legend.get_texts())]
     for axes in figure.axes:
         low, high = axes.get_xlim()
         ticks = [t.label1 for t in axes.xaxis.get_major_ticks() if low <= t.get_loc() <= high]
@@ -125,6 +125,22 @@ def test_bars_are_the_numbers(drawn):
     (axes,) = drawn(sizes, 2).axes
     assert heights(axes) == [5632, 5632, 5632, 5504]
     assert [text.get_text() for text in axes.texts] == ["5,632\n(100%)", "5,504\n(98%)"]
+
+
+def test_panels_show_all_contenders_side_by_side(drawn):
+    names = ["PyTorch", "PyTorch, torch.compile", "twell, torch.compile"]
+    values = {
+        "tokens per ms\n(more is better)": (91.74, 136.5, 192.0),
+        "GiB\n(less is better)": (69.5, 53.8, 5.1),
+    }
+    given = {panel: dict(zip(names, found, strict=True)) for panel, found in values.items()}
+    figure = drawn(lambda path: plots.bar_panels(given, path, **WORDS))
+    assert_readable(figure)
+    assert [heights(axes) for axes in figure.axes] == [list(found) for found in values.values()]
+    texts = [[text.get_text() for text in axes.texts] for axes in figure.axes]
+    assert texts == [["91.7", "136", "192"], ["69.5", "53.8", "5.10"]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+    assert figure.axes[0].patches[-1].get_facecolor() == figure.axes[1].patches[-1].get_facecolor()
 
 
 def test_a_gain_is_shown_beside_dense_and_a_missing_one_is_none(drawn):

@@ -40,6 +40,37 @@ def speedup_bars(
     save_figure(figure, path, metadata)
 
 
+def bar_panels(
+    panels: Mapping[str, Mapping[str, float]],
+    path: str | os.PathLike[str],
+    *,
+    title: str,
+    subtitle: str,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Draw panels side by side, each with a bar per name (panel -> name -> value); the last name stands out.
+
+    All panels have the same names.
+    """
+    names = list(next(iter(panels.values())))
+    colours = [*("#c3cad3", "#8d99a8", "#5f6b7a")[: len(names) - 1], _COLOURS[0]]
+    figure = figure_class()(figsize=(max(2.6 * len(panels), 7.6), 3.4), dpi=144, layout="constrained")
+    heading = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
+    figure.suptitle(title, y=0.98, fontsize=13, fontweight="bold", color=INK, **heading)
+    figure.text(y=0.9, s=subtitle, fontsize=9, color=MUTED, **heading)
+    figure.get_layout_engine().set(rect=(0, 0, 1, 0.82))
+    for axes, (panel, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+        bars = axes.bar(names, [values[name] for name in names], color=colours, width=0.72)
+        axes.bar_label(bars, [f"{values[name]:#.3g}".rstrip(".") for name in names], padding=3, fontsize=9)
+        axes.set_title(panel, fontsize=9, color=INK)
+        axes.set_ylim(0, 1.15 * max(values.values()))
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_yticks([])
+        axes.set_xticks([])
+    figure.legend(bars, names, loc="outside lower left", frameon=False, labelcolor=INK, ncols=len(names))
+    save_figure(figure, path, metadata)
+
+
 def speedup_curves(
     curves: Mapping[str, Sequence[tuple[float, float]]],
     path: str | os.PathLike[str],
