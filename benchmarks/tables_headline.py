@@ -1,4 +1,4 @@
-"""What the README shows, from other tables' records: the gains over plain and over compiled dense, and the
+"""What the README shows, from other tables' records: the gains over dense, like against like, and the
 picture of a whole model."""
 
 from __future__ import annotations
@@ -9,151 +9,125 @@ from pathlib import Path
 import tables_bench
 import tables_generation
 import tables_runs
-from twell.measure import Record, RunRecord, read_records
+from twell.measure import Record, read_records
 from twell.measure.models import PRESETS
 from twell.plots import bar_panels
 
 Row = tuple[str, str, str]
+Found = dict[str, Record]
 _MODEL = "paper-2b"
+# Ours and the dense contender that it is held against, by column.
+_PAIRS = (("ours-compiled", "dense-compiled"), ("ours-eager", "dense-eager"))
 
 
 def headline() -> str:
     """Rows whose records are missing are left out."""
     rows = [*_forward(), *_steps(), *_generation(), *_real_text(), *_cpu()]
-    lines = ["| | over dense PyTorch | over compiled dense |", "|---|---:|---:|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    lines = ["| twell against PyTorch | both compiled | neither compiled |", "|---|---:|---:|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows if any(row[1:]))])
 
 
 def _forward() -> list[Row]:
-    found = _by_contender(tables_bench.latest(tables_bench.INFERENCE, "cuda", "forward"))
-    if "ours-compiled" not in found:
+    found = _latest_run(tables_bench.INFERENCE, "forward")
+    if not found:
         return []
     shape = found["ours-compiled"].shape
     return [
         _gains(f"forward pass, {shape['batch']} x {shape['sequence']:,} tokens", found),
+        ("the same, against the best dense way", _faster(_over(found, "ours-compiled", "best-dense")), ""),
         _shares("energy per token", found, "millijoules_per_token"),
-        *_eager(found),
     ]
 
 
 def _steps() -> list[Row]:
-    found = _by_contender(tables_bench.latest(tables_bench.TRAINING, "cuda", "step"))
-    if "ours-compiled" not in found:
-        return []
-    shape = found["ours-compiled"].shape
-    return [
-        _gains(f"training step, {shape['batch']} x {shape['sequence']:,} tokens", found),
-        _shares("energy per token", found, "millijoules_per_token"),
-        _shares("peak memory", found, "peak_bytes"),
-    ]
+    rows = []
+    for workload, how in (("step", ""), ("checkpointed", ", activation checkpoints")):
+        found = _latest_run(tables_bench.TRAINING, workload)
+        if found:
+            shape = found["ours-compiled"].shape
+            rows += [
+                _gains(f"training step, {shape['batch']} x {shape['sequence']:,} tokens{how}", found),
+                _shares("energy per token", found, "millijoules_per_token"),
+                _shares("peak memory", found, "peak_bytes"),
+            ]
+    return rows
 
 
-def _by_contender(records: list[Record]) -> dict[str, Record]:
-    """Of the whole model, as sparse as the paper's: others were measured, too."""
+def _latest_run(path: Path, workload: str) -> Found:
+    """contender -> record, of the newest run of the whole model that is as sparse as the paper's; empty if
+    ours did not run compiled."""
     size = PRESETS[_MODEL]
-    return {
-        r.what.split("/")[2]: r
-        for r in records
-        if r.shape["model"] == _MODEL
-        and r.shape["layers"] == size.layers
-        and abs(r.sparsity["nnz"] - size.nnz) < 1
-    }
+    runs: dict[tuple[str, str], Found] = {}
+    for r in tables_bench.latest(path, "cuda", workload):
+        whole = r.shape["model"] == _MODEL and r.shape["layers"] == size.layers
+        if whole and abs(r.sparsity["nnz"] - size.nnz) < 1:
+            runs.setdefault((r.date, r.commit), {})[r.what.split("/")[2]] = r
+    complete = {when: found for when, found in runs.items() if "ours-compiled" in found}
+    return complete[max(complete)] if complete else {}
 
 
-def _gains(what: str, found: dict[str, Record]) -> Row:
-    details = found["ours-compiled"].details
-    eager, compiled = (details.get(f"over/{other}") for other in ("dense-eager", "dense-compiled"))
-    return what, _faster(eager), _faster(compiled)
+def _gains(what: str, found: Found) -> Row:
+    return (what, *(_faster(_over(found, ours, dense)) for ours, dense in _PAIRS))
 
 
-def _eager(found: dict[str, Record]) -> list[Row]:
-    """Ours without a compiler."""
-    if "ours-eager" not in found:
-        return []
-    return [
-        ("the same pass, neither compiled", _faster(found["ours-eager"].details.get("over/dense-eager")), "")
-    ]
+def _over(found: Found, ours: str, dense: str) -> float | None:
+    """How many times faster ours is, as measured in that run."""
+    return found[ours].details.get(f"over/{dense}") if ours in found else None
 
 
-def _shares(what: str, found: dict[str, Record], name: str) -> Row:
-    ours = found["ours-compiled"].details.get(name)
-    theirs = (
-        found[other].details.get(name) if other in found else None
-        for other in ("dense-eager", "dense-compiled")
-    )
-    return (f"its {what}", *(f"{ours / one - 1:+.0%}" if ours and one else "" for one in theirs))
+def _shares(what: str, found: Found, name: str) -> Row:
+    def share(ours: str, dense: str) -> str:
+        values = [found[one].details.get(name) for one in (ours, dense) if one in found]
+        return f"{values[0] / values[1] - 1:+.0%}" if len(values) == 2 and all(values) else ""
+
+    return (f"its {what}", *(share(*pair) for pair in _PAIRS))
 
 
 def _faster(gain: float | None) -> str:
-    if gain is None:
-        return ""
-    return f"**{gain:.0f}x**" if gain > 10 else f"**{gain:.2f}x**"
+    return "" if gain is None else f"**{gain:.2f}x**"
 
 
 def _generation() -> list[Row]:
-    def gain(part: str, baseline: str, batch: int) -> float | None:
+    def gain(part: str, batch: int) -> float | None:
         found = [
             r
             for r in read_records(tables_generation.GENERATION)
-            if r.what == f"generation/{part}" and baseline in r.baseline and r.shape["M"] == batch
+            if r.what == f"generation/{part}" and "dense" in r.baseline and r.shape["M"] == batch
         ]
         return found[-1].ratio if found else None
 
-    energy = gain("energy", "dense", 1)
-    rows = [
-        (
-            "`generate`, one sequence",
-            _faster(gain("stock", "default", 1)),
-            _faster(gain("captured", "dense", 1)),
-        ),
-        ("its energy per token", "", f"{1 / energy - 1:+.0%}" if energy else ""),
-        ("`generate`, 32 sequences", "", _faster(gain("captured", "dense", 32))),
+    energy = gain("energy", 1)
+    return [
+        ("`generate`, one sequence", _faster(gain("captured", 1)), ""),
+        ("its energy per token", f"{1 / energy - 1:+.0%}" if energy else "", ""),
+        ("`generate`, 32 sequences", _faster(gain("captured", 32)), ""),
     ]
-    return [row for row in rows if any(row[1:])]
 
 
 def _real_text() -> list[Row]:
     found = tables_runs.runs("wide")
 
-    def gains(value: Callable[[RunRecord], float]) -> tuple[str, str]:
-        """value: tokens per second, or another figure of which more is better."""
+    def gain(ours: str, dense: str) -> float | None:
+        if ours not in found or dense not in found:
+            return None
+        late = (tables_runs.late(found[one], "tokens_per_second") for one in (ours, dense))
+        return next(late) / next(late)
 
-        def over(dense: str) -> float | None:
-            if "auto-compiled" not in found or dense not in found:
-                return None
-            return value(found["auto-compiled"]) / value(found[dense])
-
-        return _faster(over("dense")), _faster(over("dense-compiled"))
-
-    what = "training 8 layers on English text, tokens/s once sparse"
-    rows = [
-        (what, *gains(lambda run: tables_runs.late(run, "tokens_per_second"))),
-        ("the same from start to end, compiling included", *gains(lambda run: 1 / run.seconds)),
-    ]
-    return [row for row in rows if any(row[1:])]
+    what = "training 8 layers on English text, once sparse"
+    return [(what, _faster(gain("auto-compiled", "dense-compiled")), _faster(gain("auto", "dense")))]
 
 
 def _cpu() -> list[Row]:
     wanted = {"M": 1, "gated": True, "dtype": "float32"}
-
-    def over_eager(part: str) -> float | None:
-        found = [
-            r
-            for r in read_records(tables_bench.RESULTS / "ffn_cpu.jsonl")
-            if r.what == f"ffn_cpu/{part}" and wanted.items() <= r.shape.items()
-        ]
-        return min(found, key=lambda r: abs(r.sparsity["density"] - 0.01)).ratio if found else None
-
-    ours, compiled = over_eager("auto"), over_eager("compiled")
-    if ours is None:
-        return []
-    return [
-        (
-            "one token on a CPU, the block alone, ours not compiled",
-            _faster(ours),
-            _faster(ours / compiled if compiled else None),
-        )
+    found = [
+        r
+        for r in read_records(tables_bench.RESULTS / "ffn_cpu.jsonl")
+        if r.what == "ffn_cpu/auto" and wanted.items() <= r.shape.items()
     ]
+    if not found:
+        return []
+    closest = min(found, key=lambda r: abs(r.sparsity["density"] - 0.01))
+    return [("one token on a CPU, the block alone", "", _faster(closest.ratio))]
 
 
 _SHOWN = {
@@ -166,12 +140,12 @@ Panels = dict[str, dict[str, float]]
 
 def bars_data() -> Panels:
     """panel -> contender -> value; empty without all records."""
-    forward = _by_contender(tables_bench.latest(tables_bench.INFERENCE, "cuda", "forward"))
-    step = _by_contender(tables_bench.latest(tables_bench.TRAINING, "cuda", "step"))
+    forward = _latest_run(tables_bench.INFERENCE, "forward")
+    step = _latest_run(tables_bench.TRAINING, "step")
     if not (forward.keys() >= _SHOWN.keys() <= step.keys()):
         return {}
 
-    def panel(found: dict[str, Record], value: Callable[[Record], float]) -> dict[str, float]:
+    def panel(found: Found, value: Callable[[Record], float]) -> dict[str, float]:
         return {shown: value(found[name]) for name, shown in _SHOWN.items()}
 
     def pace(record: Record) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from twell.measure import write_records
@@ -89,8 +91,31 @@ def test_models_that_fire_other_numbers_of_neurons_are_others(tables):
     write_records(tables.INFERENCE, [*sparse, *less])
     assert [row.split(" | ")[1] for row in tables.forward().splitlines()[2:]] == ["24", "24", "1500", "1500"]
     with benchmark_modules("tables_headline") as (headline,):
-        found = headline._by_contender([*sparse, *less])
+        found = headline._latest_run(tables.INFERENCE, "forward")
     assert found["ours-compiled"].sparsity["nnz"] == 24.1
+
+
+def test_the_headline_compares_like_with_like_in_the_newest_run(tables, monkeypatch):
+    names = ("dense-eager", "dense-compiled", "best-dense", "ours-eager", "ours-compiled")
+    found = [measured("forward", *one) for one in zip(names, (0.8, 0.6, 0.5, 0.6, 0.4), strict=True)]
+
+    def run(month: int, *of_it: Measured) -> list:
+        date = f"2026-{month:02}-01T12:00:00+00:00"
+        return [replace(record, date=date) for record in records("bench_inference", *of_it)]
+
+    old, newest = run(1, measured("forward", "ours-compiled", 9)), run(2, *found)
+    without_ours = run(3, *found[:2])
+    write_records(tables.INFERENCE, [*old, *newest])
+    with benchmark_modules("tables_headline") as (headline,):
+        monkeypatch.setattr(headline, "tables_bench", tables)
+        rows = headline.headline().splitlines()[2:5]
+        assert rows == [
+            "| forward pass, 32 x 2,048 tokens | **1.50x** | **1.33x** |",
+            "| the same, against the best dense way | **1.25x** |  |",
+            "| its energy per token | -33% | -25% |",
+        ]
+        write_records(tables.INFERENCE, [*newest, *without_ours])
+        assert headline.bars_data() == {}  # training was not measured
 
 
 def test_what_computes_something_else_gains_nothing(tables):
