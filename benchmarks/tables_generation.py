@@ -55,8 +55,8 @@ def generation_start() -> str:
     """One sentence."""
     (record,) = _part("start")
     return (
-        f"From the start of a process to the 2B model's first token, with its files in the machine's memory: "
-        f"{record.baseline_value:.0f} s the first time, {record.value:.0f} s from then on."
+        f"From process start to the 2B model's first token, with its files cached in memory: "
+        f"{record.baseline_value:.0f} s the first time, {record.value:.0f} s afterwards."
     )
 
 

@@ -13,13 +13,14 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 from PIL import Image
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import twell
 import twell.cli.tune
 from twell.backends import BACKENDS
 from twell.cli import main
-from twell.cli.app import MOST_NEURONS, app
+from twell.cli.app import _PANELS, MOST_NEURONS, app
 from twell.formats.row import MAX_COLUMNS
 from twell.measure import read_records
 
@@ -278,3 +279,12 @@ def test_missing_matplotlib_is_explained(tmp_path, monkeypatch):
 
     with pytest.raises(ImportError, match=r'pip install -e "\.\[plot\]" in a checkout'):
         speedup_bars({"a": 2.0}, tmp_path / "x.png", title="", subtitle="")
+
+
+def test_every_command_is_listed_by_what_it_is_for():
+    named = [name for names in _PANELS.values() for name in names]
+    assert sorted(named) == sorted(get_command(app).commands)
+    shown = run("--help").output
+    places = [shown.index(panel) for panel in _PANELS]
+    assert places == sorted(places)
+    assert shown.index(" demo ") < shown.index(" generate ") < shown.index(" doctor ")

@@ -10,13 +10,36 @@ from typing import Annotated
 import rich  # noqa: F401 - every command needs it; imported here, where `main` explains its absence
 import typer
 from typer import Argument, Option
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .bench_options import bench
 
 MOST_NEURONS = 65_535  # of row TwELL
+_SOURCE = "a file, a folder, 'python' (its standard library) or hf:NAME (a dataset); may be repeated."
+_DTYPE = Option(
+    help="auto, float32, bfloat16 or float16. auto: float32 on a CPU; on a GPU as trained, or as stored."
+)
 _ACTIVITY = "Draw active and dead neurons by layer to this PNG file."
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+_PANELS = {
+    "Start here": ("demo", "explain", "report"),
+    "Use a model": ("generate", "serve", "prune"),
+    "Train a model": ("train", "eval", "reproduce"),
+    "Measure": ("bench", "profile", "verify"),
+    "This machine": ("doctor", "tune", "block"),
+}
+
+
+class _Panels(TyperGroup):
+    """Lists commands by what they are for, those that a newcomer wants first."""
+
+    def list_commands(self, ctx) -> list[str]:
+        for panel, names in _PANELS.items():
+            for name in names:
+                self.commands[name].rich_help_panel = panel
+        return [name for names in _PANELS.values() for name in names]
+
+
+app = typer.Typer(cls=_Panels, no_args_is_help=True, add_completion=False)
 app.add_typer(bench, name="bench")
 
 
@@ -48,7 +71,7 @@ def demo(
         list[str] | None, Argument(help="Changes to the preset 'demo', as key=value.", show_default=False)
     ] = None,
 ) -> None:
-    """Train a small sparse model on the CPU, check it, time it, end in a report (two to three minutes)."""
+    """Train, check and time a small sparse model on the CPU, and write a report (two to three minutes)."""
     from .demo import run_demo
 
     run_demo(output=output, overrides=overrides or [])
@@ -64,7 +87,7 @@ def block(
     density: Annotated[float, Option(min=0, max=1, help="Share of active neurons.")] = 0.01,
     tokens: Annotated[int, Option(min=1, help="Tokens of the prefill.")] = 1024,
 ) -> None:
-    """Build a sparse block, show its formats, check it against the oracle, time it, plot it."""
+    """Build one sparse block, show its storage formats, check its result, then time and plot it."""
     from .block import run_block
 
     run_block(output=output, hidden=hidden, neurons=neurons, density=density, tokens=tokens)
@@ -87,7 +110,11 @@ def tune(
     neurons: Annotated[int, Option(min=64, help="Neurons H of your layers.")] = 5632,
     gated: Annotated[bool, Option(help="Whether your layers have a gate.")] = True,
     quick: Annotated[
-        bool, Option("--quick", help="GPU: fewer token counts, repetitions. CPU: fewer dtypes, one layout.")
+        bool,
+        Option(
+            "--quick",
+            help="Measure less: on a GPU fewer token counts, on a CPU fewer dtypes and one layout.",
+        ),
     ] = False,
     training: Annotated[bool, Option("--training", help="Measure training steps instead; GPU only.")] = False,
     plot: Annotated[
@@ -129,12 +156,17 @@ def train(
         list[str] | None, Argument(help="Settings as key=value, such as train.steps=100.", show_default=False)
     ] = None,
     preset: Annotated[str | None, Option(help="Named settings.")] = None,
-    config: Annotated[Path | None, Option(help="A YAML file of settings.")] = None,
+    config: Annotated[
+        Path | None, Option(help="A YAML file of settings: sections model, data, recipe and train.")
+    ] = None,
     out: Annotated[Path | None, Option(help="The run's folder, new or empty. Default: runs/PRESET.")] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder.")] = None,
     verify: Annotated[bool, Option("--verify", help="Check the contents of all token files.")] = False,
 ) -> None:
-    """Train a sparse language model, also under torchrun or `accelerate launch`."""
+    """Train a sparse language model, also under torchrun or `accelerate launch`.
+
+    Needs --preset, --config or --resume.
+    """
     from .train import run_train
 
     run_train(overrides=overrides or [], preset=preset, config=config, out=out, resume=resume, verify=verify)
@@ -154,10 +186,17 @@ def reproduce(
     ] = None,
     text: Annotated[
         str | None,
-        Option(help="A file, a folder, 'python' or hf:NAME. Default of tiny: python; of paper: its corpus."),
+        Option(
+            help="A file, a folder, 'python' or hf:NAME. small needs one, of 20 MB or more; default of tiny: "
+            "python; of paper: its corpus.",
+            show_default=False,
+        ),
     ] = None,
     out: Annotated[
-        Path | None, Option(help="Folder; one that was begun is continued. Default: runs/reproduce-SCALE.")
+        Path | None,
+        Option(
+            help="Folder for runs and results; an unfinished one is continued. Default: runs/reproduce-SCALE."
+        ),
     ] = None,
     tasks: Annotated[
         list[str] | None,
@@ -167,10 +206,10 @@ def reproduce(
     ] = None,
     include: Annotated[Path | None, Option(help="Folder of your own lm-eval tasks.")] = None,
     commit: Annotated[
-        str | None, Option(help="The commit to note where git is not available.", show_default=False)
+        str | None, Option(help="Commit hash to record if git is not available.", show_default=False)
     ] = None,
 ) -> None:
-    """Run the paper's experiments and set the results beside the paper's. Run it again to continue."""
+    """Run the paper's experiments and compare the results with the paper's. Rerun the command to continue."""
     from .reproduce import run_reproduce
 
     run_reproduce(
@@ -189,7 +228,8 @@ def reproduce(
 def evaluate(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
     text: Annotated[
-        list[str] | None, Option(help="A file, a folder, 'python' or hf:NAME; may be repeated.")
+        list[str] | None,
+        Option(help=f"What to read: {_SOURCE} Default: the run's held-out text.", show_default=False),
     ] = None,
     tasks: Annotated[
         list[str] | None, Option(help="An lm-eval task, or 'paper' for the paper's seven; may be repeated.")
@@ -197,12 +237,12 @@ def evaluate(
     include: Annotated[Path | None, Option(help="Folder of your own lm-eval tasks.")] = None,
     sequence_length: Annotated[
         int | None,
-        Option(min=2, help="Tokens in a window of --text. Default: the model's positions, at most 1024."),
+        Option(min=2, help="Tokens in a window of --text. Default: what the model takes, at most 1024."),
     ] = None,
     batch: Annotated[int, Option(min=1, help="Windows per batch.")] = 8,
     max_tokens: Annotated[int | None, Option(min=2, help="Stop after this many tokens of text.")] = None,
     limit: Annotated[int | None, Option(min=1, help="Examples per task.")] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
     out: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     verify: Annotated[bool, Option("--verify", help="Check the contents of a run's token files.")] = False,
     plot: Annotated[Path | None, Option(help=_ACTIVITY)] = None,
@@ -229,22 +269,23 @@ def evaluate(
 @app.command()
 def explain(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
-    text: Annotated[
-        list[str], Option(help="What to run: a file, a folder, 'python' or hf:NAME; may be repeated.")
-    ],
+    text: Annotated[list[str], Option(help=f"What to run: {_SOURCE}")],
     tokens: Annotated[int, Option(min=2, help="Tokens of the batch.")] = 4096,
     sequence_length: Annotated[
-        int | None, Option(min=2, help="Tokens in a window. Default: the model's positions, at most 1024.")
+        int | None, Option(min=2, help="Tokens in a window. Default: what the model takes, at most 1024.")
     ] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
     save: Annotated[
-        bool, Option("--save", help="Keep how active each layer is in the model's config.json, for vLLM.")
+        bool,
+        Option(
+            "--save", help="Write each layer's share of active neurons to the model's config.json, for vLLM."
+        ),
     ] = False,
     plot: Annotated[
         Path | None, Option(help="Draw active neurons and gains by layer to this PNG file.")
     ] = None,
 ) -> None:
-    """Show what every block of a model does on a text, why, and what it gains over dense PyTorch."""
+    """Show how every block of a model runs on a text, why, and its speed-up over dense PyTorch."""
     from .explain import run_explain
 
     run_explain(
@@ -261,22 +302,22 @@ def explain(
 @app.command()
 def profile(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
-    text: Annotated[
-        list[str], Option(help="What to count on: a file, a folder, 'python' or hf:NAME; may be repeated.")
-    ],
+    text: Annotated[list[str], Option(help=f"What to count on: {_SOURCE}")],
     out: Annotated[
         Path | None, Option(help="New folder for profile.json and the plots. Default: a table only.")
     ] = None,
     tokens: Annotated[int | None, Option(min=2, help="Stop after this many tokens of text.")] = None,
     sequence_length: Annotated[
-        int | None, Option(min=2, help="Tokens in a sequence. Default: the model's positions, at most 1024.")
+        int | None, Option(min=2, help="Tokens in a sequence. Default: what the model takes, at most 1024.")
     ] = None,
     batch: Annotated[int, Option(min=1, help="Sequences per batch.")] = 8,
-    sample: Annotated[int, Option(min=0, help="First tokens to keep one by one, for a heat map.")] = 256,
+    sample: Annotated[
+        int, Option(min=0, help="Number of leading tokens to record one by one, for the heat map; 0: none.")
+    ] = 256,
     speed: Annotated[bool, Option(help="Time every layer against dense PyTorch on the first batch.")] = True,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
 ) -> None:
-    """Count how the neurons of a model behave on a text: how many fire, which, where, and what that gains."""
+    """Count how many neurons of a model fire on a text, which ones and where; time each layer."""
     from .profile import run_profile
 
     run_profile(
@@ -301,9 +342,7 @@ def report(
             "or a reproduction's folder."
         ),
     ],
-    out: Annotated[Path, Option(help="The page: one HTML file that needs nothing else.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[Path, Option(help="HTML file to write; it is self-contained.")] = Path("report.html"),
     markdown: Annotated[
         Path | None,
         Option(
@@ -311,7 +350,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Make one page of training runs, profiles and records: headline, tables, figures, a map of tokens."""
+    """Turn training runs, profiles and records into one HTML page: headline, tables, figures, token map."""
     from .report import run_report
 
     run_report(inputs=inputs, out=out, markdown=markdown)
@@ -319,7 +358,9 @@ def report(
 
 @app.command()
 def verify(
-    model: Annotated[str, Argument(help="SakanaAI/SparseLM1.5B or another of the paper's, or a folder.")],
+    model: Annotated[
+        str, Argument(help="One of the paper's checkpoints, such as SakanaAI/SparseLM1.5B, or a folder.")
+    ],
     text: Annotated[
         list[str] | None,
         Option(help="Text to count active neurons on; may be repeated. Default: the paper's corpus."),
@@ -332,14 +373,14 @@ def verify(
         list[str] | None,
         Option(help="nnz=NUMBER or accuracy=PERCENT, in place of the paper's figures; may be repeated."),
     ] = None,
-    skip: Annotated[list[str] | None, Option(help="text or tasks: leave these out.")] = None,
+    skip: Annotated[list[str] | None, Option(help="Part to skip: text or tasks.")] = None,
     tokens: Annotated[int, Option(min=2, help="Tokens of text.")] = 262_144,
     sequence_length: Annotated[
-        int | None, Option(min=2, help="Tokens in a sequence. Default: the model's positions, at most 1024.")
+        int | None, Option(min=2, help="Tokens in a sequence. Default: what the model takes, at most 1024.")
     ] = None,
     batch: Annotated[int, Option(min=1, help="Sequences per batch.")] = 8,
     limit: Annotated[int | None, Option(min=1, help="Examples per task, for a quick look.")] = None,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
     out: Annotated[Path | None, Option(help="Write the results to this JSON file.")] = None,
     plot: Annotated[Path | None, Option(help=_ACTIVITY)] = None,
 ) -> None:
@@ -366,24 +407,22 @@ def verify(
 @app.command()
 def prune(
     model: Annotated[str, Argument(help="A model's folder, a run's folder, or a name on the Hub.")],
-    text: Annotated[
-        list[str], Option(help="What to count on: a file, a folder, 'python' or hf:NAME; may be repeated.")
-    ],
+    text: Annotated[list[str], Option(help=f"What to count on: {_SOURCE}")],
     out: Annotated[Path, Option(help="Folder for the pruned model, which must not exist yet.")],
-    min_fires: Annotated[int, Option(min=1, help="Neurons that fire fewer times are removed.")] = 1,
+    min_fires: Annotated[int, Option(min=1, help="Remove neurons that fire fewer than this many times.")] = 1,
     tokens: Annotated[int | None, Option(min=2, help="Stop after this many tokens of text.")] = None,
     sequence_length: Annotated[
-        int | None, Option(min=2, help="Tokens in a window. Default: the model's positions, at most 1024.")
+        int | None, Option(min=2, help="Tokens in a window. Default: what the model takes, at most 1024.")
     ] = None,
     batch: Annotated[int, Option(min=1, help="Windows per batch.")] = 8,
     dtype: Annotated[
-        str, Option(help="auto (saved as it was), float32, bfloat16 or float16 (saved as such).")
+        str, Option(help="auto (keeps the stored dtype), float32, bfloat16 or float16 (saves in that dtype).")
     ] = "auto",
     plot: Annotated[
         Path | None, Option(help="Draw neurons before and after by layer to this PNG file.")
     ] = None,
 ) -> None:
-    """Remove the neurons that do not fire on a text; save the model, compare it before and after."""
+    """Remove the neurons that never fire on a text, save the model, and compare it before and after."""
     from .prune import run_prune
 
     run_prune(
@@ -408,13 +447,18 @@ def generate(
     top_k: Annotated[int, Option(min=0, help="Sample from the best K tokens; 0: from all.")] = 0,
     top_p: Annotated[float, Option(min=0.01, max=1, help="Nucleus sampling threshold.")] = 0.95,
     repetition_penalty: Annotated[
-        float, Option(min=0.01, help="Above 1, tokens that were there before are less likely.")
+        float, Option(min=0.01, help="Values above 1 make tokens that already occurred less likely.")
     ] = 1.0,
-    batch: Annotated[int, Option(min=1, help="Texts to sample at once, printed when all are done.")] = 1,
+    batch: Annotated[
+        int,
+        Option(
+            min=1, help="Texts to sample at once (needs --temperature above 0); printed when all are done."
+        ),
+    ] = 1,
     seed: Annotated[int, Option(help="Sampling seed.")] = 0,
-    dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: Annotated[str, _DTYPE] = "auto",
 ) -> None:
-    """Continue a prompt and stream the text, on the sparse decode path."""
+    """Continue a prompt and stream the text."""
     from .generate import run_generate
 
     run_generate(
@@ -438,7 +482,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, as OpenAI's API: with vLLM if it is installed, else with transformers.
 
-    Further options go to that server as they are: `twell serve MODEL -- --port 8001`.
+    Options after `--` are passed to that server unchanged: `twell serve MODEL -- --port 8001`.
     """
     from .serve import run_serve
 

@@ -49,7 +49,7 @@ def choose_server(folder: str, options: list[str]) -> Server:
         return Server(name, [sys.executable, *command])
     raise ImportError(
         f"serving needs vLLM ({how_to_install('vllm')}) or transformers' server "
-        f"({how_to_install('serve')}), which misses {', '.join(missing)}"
+        f"({how_to_install('serve')}), which lacks {', '.join(missing)}"
     )
 
 

@@ -55,7 +55,9 @@ class ModelConfig:
     init_from: str | None = setting(
         None, "Start from a run's folder, a model's folder or a Hub name; it decides sizes and vocabulary."
     )
-    plan: str | None = setting(None, "twell.Plan of every layer (dense, block, ...); null: layers decide.")
+    plan: str | None = setting(
+        None, "twell.Plan of every layer: auto, dense, row or block; null: each layer decides (auto)."
+    )
 
     def __post_init__(self) -> None:
         require_choice("model.architecture", self.architecture, ARCHITECTURES)
@@ -105,12 +107,13 @@ class DataConfig:
         "train", "train: a byte-level BPE learnt from the corpus; else a Hugging Face name or folder."
     )
     vocab_size: int = setting(4096, "Tokens of a trained tokenizer, with the end-of-document token.")
-    tokenizer_bytes: int = setting(20_000_000, "Most text that a tokenizer is trained on, in bytes.")
+    tokenizer_bytes: int = setting(20_000_000, "Maximum amount of text to train the tokenizer on, in bytes.")
     sequence_length: int = setting(256, "Tokens per training example.")
     held_out: float = setting(
-        0.02, "Share of the documents, or of the end of the only one, that is never trained on; 0: none."
+        0.02,
+        "Share of documents kept out of training; a single document loses that share of its end. 0: none.",
     )
-    held_out_tokens: int = setting(1_000_000, "Most tokens of the evaluation set.")
+    held_out_tokens: int = setting(1_000_000, "Maximum size of the evaluation set, in tokens.")
     max_tokens: int | None = setting(None, "Most training tokens; null: the whole source.")
     seed: int = setting(0, "Decides, together with a document's text, whether it is held out.")
     cache: str | None = setting(
@@ -159,17 +162,17 @@ class RecipeConfig:
     """How the model becomes sparse. Steps are optimiser steps."""
 
     l1: float = setting(2e-5, "Weight of the L1 penalty; 2e-5 is the paper's.")
-    l1_start: int = setting(0, "Last step without penalty; a linear ramp follows.")
+    l1_start: int = setting(0, "The penalty is 0 up to this step, then rises linearly until l1_end.")
     l1_end: int = setting(0, "First step with the full penalty.")
     dead_after: int | None = setting(
-        None, f"Silent tokens that make a neuron dead; null: {DEAD_TOKENS:,}, or one batch if that is more."
+        None,
+        f"Tokens without firing after which a neuron counts as dead; null: {DEAD_TOKENS:,}, or one batch if "
+        "that is more.",
     )
     revive_every: int = setting(
         0, "Steps between revivals: dead neurons get new gate rows and optimiser state; 0: never."
     )
-    revive_until: int | None = setting(
-        None, "First step without revivals; null: the last tenth of the run has none."
-    )
+    revive_until: int | None = setting(None, "Step at which revivals stop; null: after 90% of the run.")
 
     def __post_init__(self) -> None:
         _not_negative("recipe", self, "l1", "l1_start", "l1_end", "revive_every", "revive_until")
@@ -198,7 +201,7 @@ class TrainConfig:
     beta2: float = setting(0.95, "AdamW's decay of the mean squared gradient.")
     eps: float = setting(1e-8, "AdamW's epsilon.")
     weight_decay: float = setting(0.1, "AdamW's weight decay.")
-    clip: float = setting(1.0, "Largest norm of the gradient; 0: no limit.")
+    clip: float = setting(1.0, "Clip the gradient to this norm; 0: no clipping.")
     precision: str = setting(
         "float32", "float32, bfloat16 or float16, by autocast; weights and optimiser stay in float32."
     )
@@ -207,10 +210,10 @@ class TrainConfig:
     eval_every: int = setting(0, "Steps between evaluations; 0: only after the last step.")
     save_every: int = setting(0, "Steps between checkpoints; 0: only after the last step.")
     log_every: int = setting(10, "Steps between logs.")
-    keep: int = setting(2, "Checkpoints to keep, at least 2: one of them may be damaged.")
+    keep: int = setting(2, "Checkpoints to keep; at least 2, in case one is damaged.")
     workers: int = setting(0, "Processes that load data; 0: the training process does.")
     seed: int = setting(0, "Seed of weights, data order and revivals.")
-    report: tuple[str, ...] = setting((), "Where else metrics go: tensorboard, wandb, ...")
+    report: tuple[str, ...] = setting((), "Loggers to send metrics to as well, such as tensorboard or wandb.")
 
     def __post_init__(self) -> None:
         require_choice("train.precision", self.precision, PRECISIONS)
@@ -232,7 +235,7 @@ class TrainConfig:
 class RunConfig:
     """A whole run."""
 
-    preset: str | None = setting(None, "The preset that the settings started from; for the reader only.")
+    preset: str | None = setting(None, "Preset the settings started from; informational only.")
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     recipe: RecipeConfig = field(default_factory=RecipeConfig)
