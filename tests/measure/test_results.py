@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,20 @@ def test_intervals_show_how_processes_differ():
     assert same.high - same.low == pytest.approx(0)
     assert (apart.low, apart.high) == pytest.approx((2.0, 2.5))
     assert str(same) == "2.00x (2.00-2.00)"
+
+
+def test_few_rounds_are_bounded_by_all_of_them():
+    few = paired_gain([[1.0, 1.1, 1.2, 1.3]], [[1.0] * 4])
+    assert (few.low, few.high) == (1.0, 1.3)
+
+
+@pytest.mark.parametrize(("processes", "rounds"), [(1, 6), (1, 8), (2, 4), (2, 8)])
+def test_intervals_hold_the_truth_as_often_as_they_say(processes, rounds):
+    generator = np.random.default_rng(7)
+    drawn = np.exp(generator.normal(0, 0.02, (400, processes, rounds)))
+    ours = [[1.0] * rounds] * processes
+    found = [paired_gain(times.tolist(), ours) for times in drawn]
+    assert np.mean([gain.low <= 1 <= gain.high for gain in found]) > 0.9
 
 
 def test_processes_merge():
