@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 _RESAMPLED = 2000
-# Of fewer rounds the median cannot be bounded so surely: all of them hold it in 94% of cases if they are five,
-# in 88% if they are four.
+# The median of fewer rounds cannot be bounded so surely: five hold it in 94% of cases, four in 88%.
 _FEWEST = 6
+_SURE = NormalDist().inv_cdf(0.975)
 _WIDE = 1.5  # between the ends of an interval; on quiet machines it is 1.25
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A median of ratios, and bounds that hold 95% of the medians of resampled rounds; of fewer than six
-    rounds, the least and the largest. Another run on a machine that others use may lie outside."""
+    """A median of ratios, and bounds that hold it with 95% in this run; of fewer than six rounds, the least
+    and the largest ratio. Another run on a machine that others use may lie outside."""
 
     low: float
     middle: float
@@ -51,5 +52,18 @@ def paired_gain(baseline: Sequence[Sequence[float]], seconds: Sequence[Sequence[
     processes = generator.integers(len(table), size=(_RESAMPLED, len(table), 1))
     places = generator.integers(rounds, size=(_RESAMPLED, len(table), rounds))
     drawn = np.median(table[processes, places].reshape(_RESAMPLED, -1), axis=1)
-    low, high = np.quantile(drawn, (0.025, 0.975))
+    outside = _outside(table.size)
+    low, high = np.quantile(drawn, (outside, 1 - outside))
     return Interval(float(low), middle, float(high))
+
+
+def _outside(rounds: int) -> float:
+    """The share of resampled medians to leave out on either side, so that 95% of intervals hold the truth.
+
+    Resampling a few values shows less spread than they have, and 2.5% would hold it in 88 to 92% of cases:
+    the percentile is the normal one of Student's quantile (by its expansion, exact to 1% from five on).
+    """
+    free = rounds - 1
+    student = _SURE + (_SURE**3 + _SURE) / (4 * free)
+    student += (5 * _SURE**5 + 16 * _SURE**3 + 3 * _SURE) / (96 * free**2)
+    return NormalDist().cdf(-student * (rounds / free) ** 0.5)
