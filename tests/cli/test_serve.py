@@ -52,7 +52,7 @@ def test_else_transformers_which_has_to_know_our_models(installed):
 
 def test_neither(installed):
     installed |= TRANSFORMERS - {"uvicorn"}
-    with pytest.raises(ImportError, match=r'"\.\[vllm\]".*"\.\[serve\]".*misses uvicorn$'):
+    with pytest.raises(ImportError, match=r'"\.\[vllm\]".*"\.\[serve\]".*lacks uvicorn$'):
         choose_server("folder", [])
 
 

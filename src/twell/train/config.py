@@ -166,8 +166,7 @@ class RecipeConfig:
     l1_end: int = setting(0, "First step with the full penalty.")
     dead_after: int | None = setting(
         None,
-        f"Tokens without firing after which a neuron counts as dead; null: {DEAD_TOKENS:,}, or one batch if "
-        "that is more.",
+        f"Silent tokens that make a neuron dead; null: {DEAD_TOKENS:,}, or one batch if that is more.",
     )
     revive_every: int = setting(
         0, "Steps between revivals: dead neurons get new gate rows and optimiser state; 0: never."
