@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 
 import numpy as np
@@ -98,7 +100,28 @@ def test_records_hold_everything():
     assert dense.baseline is None
     assert dense.hardware["sm_clock_mhz"] == 1800
     assert dense.hardware["cpu"]
+    assert ours.rounds == [[0.5, 0.6]]
     assert Record.from_json(ours.to_json()) == ours
+
+
+def test_intervals_can_be_computed_from_records():
+    found = [
+        measured(contender, *(base + round_ / 100 for round_ in range(6)))
+        for _ in range(2)
+        for contender, base in (("dense-eager", 1.0), ("ours-eager", 0.6))
+    ]
+    dense, ours = records_of("bench_inference", found, source=source("cpu", None), seed=0)
+    gain = paired_gain(dense.rounds, ours.rounds)
+    kept = [ours.details[f"over/dense-eager{end}"] for end in ("/low", "", "/high")]
+    assert kept == [gain.low, gain.middle, gain.high]
+
+
+def test_samples_have_to_be_numbers():
+    (record,) = records_of(
+        "bench_inference", [measured("dense-eager", 1.0)], source=source("cpu", None), seed=0
+    )
+    with pytest.raises(ValueError, match=r"^rounds\[0\]: got -1.0"):
+        dataclasses.replace(record, rounds=[[1.0, -1.0]])
 
 
 def test_numbers_of_sequences_are_records_too():
@@ -107,6 +130,7 @@ def test_numbers_of_sequences_are_records_too():
     ]
     _, ours = records_of("bench_training", found, source=source("cpu", None), seed=0)
     assert (ours.value, ours.unit, ours.baseline_value) == (6, "sequences", 4)
+    assert ours.rounds == []
 
 
 def test_without_dense_the_first_is_the_baseline():
@@ -115,16 +139,17 @@ def test_without_dense_the_first_is_the_baseline():
     assert compiled.gain.middle == pytest.approx(2)
 
 
-def test_old_records_have_no_details(tmp_path):
+def test_early_records_have_neither_details_nor_rounds(tmp_path):
     (record,) = records_of(
         "bench_inference", [measured("dense-eager", 1.0)], source=source("cpu", None), seed=0
     )
     path = tmp_path / "old.jsonl"
-    line = record.to_json()
-    assert '"details": {' in line
-    path.write_text(line[: line.index(', "details"')] + "}\n")
+    entries = json.loads(record.to_json())
+    assert entries.pop("details")
+    assert entries.pop("rounds") == [[1.0]]
+    path.write_text(json.dumps(entries) + "\n")
     (old,) = read_records(path)
-    assert old.details == {}
+    assert (old.details, old.rounds) == ({}, [])
     write_records(path, [old])
     assert read_records(path) == [old]
 

@@ -107,6 +107,8 @@ class Record(_Sourced):
     sparsity:        nnz, density...
     error:           relative error against the oracle, same run.
     details:         what else the run measured beside the value: memory, energy, intervals...
+    rounds:          every sample in `unit`, by process and round, where contenders took turns: the same round
+                     of the same process of two contenders may be compared.
     """
 
     what: str
@@ -123,7 +125,8 @@ class Record(_Sourced):
     commit: str
     seed: int | None
     date: str
-    details: dict[str, float | int] = field(default_factory=dict)  # records of before have none
+    details: dict[str, float | int] = field(default_factory=dict)  # early records have neither
+    rounds: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,6 +145,7 @@ class Record(_Sourced):
             self._set("error", float(self.error))
 
         self._set("quantiles", self._checked_quantiles())
+        self._set("rounds", self._checked_rounds())
         if self.seed is not None and (not isinstance(self.seed, int) or isinstance(self.seed, bool)):
             reject("seed", repr(self.seed), "None or an integer")
 
@@ -149,6 +153,12 @@ class Record(_Sourced):
     def ratio(self) -> float | None:
         """`baseline_value / value`: above 1, this took less than the baseline. None if undefined."""
         return None if self.baseline_value is None or self.value == 0 else self.baseline_value / self.value
+
+    def _checked_rounds(self) -> list[list[float]]:
+        processes = enumerate(_checked_list("rounds", self.rounds, (list, tuple)))
+        return [
+            [_measured(f"rounds[{n}]", sample, self.unit) for sample in samples] for n, samples in processes
+        ]
 
     def _checked_quantiles(self) -> dict[str, float]:
         given = _checked_entries("quantiles", self.quantiles, (int, float))

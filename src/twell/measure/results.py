@@ -200,6 +200,7 @@ def records_of(
                 sparsity=one.first.sparsity,
                 error=one.error,
                 details=_details(one),
+                rounds=[list(measured.seconds) for measured in one.processes] if one.seconds else [],
                 seed=seed,
                 **{**source, "hardware": {**source["hardware"], **one.power}},
             )
