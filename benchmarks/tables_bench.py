@@ -112,7 +112,7 @@ def gains() -> str:
     ]
     energy = {(_group(r), r.what.split("/")[2]): r.details.get("millijoules_per_token") for r in records}
     doubtful = {(_group(r), r.what.split("/")[2]) for r in records if r.details.get("doubtful")}
-    lines = ["| | over | times as fast | 95% interval | its energy |", "|---|---|---:|---:|---:|"]
+    lines = ["| | over | times as fast | interval | its energy |", "|---|---|---:|---:|---:|"]
     for record in records:
         if not record.what.endswith("/ours-compiled") or record.details.get("doubtful"):
             continue

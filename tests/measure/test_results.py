@@ -43,7 +43,7 @@ def test_intervals_show_how_processes_differ():
     apart = paired_gain([[1.0] * 4] * 2, [[0.5] * 4, [0.4] * 4])
     assert same.high - same.low == pytest.approx(0)
     assert (apart.low, apart.high) == pytest.approx((2.0, 2.5))
-    assert str(same) == "2.00x (2.00-2.00)"
+    assert str(same) == "2.00x"
 
 
 def test_few_rounds_are_bounded_by_all_of_them():
@@ -51,13 +51,36 @@ def test_few_rounds_are_bounded_by_all_of_them():
     assert (few.low, few.high) == (1.0, 1.3)
 
 
-@pytest.mark.parametrize(("processes", "rounds"), [(1, 6), (1, 8), (2, 4), (2, 8)])
-def test_intervals_hold_the_truth_as_often_as_they_say(processes, rounds):
+@pytest.mark.parametrize("rounds", [6, 8, 9, 12, 20, 40])
+def test_intervals_hold_the_truth_as_often_as_they_say(rounds):
+    """With skewed noise, too: others on the machine only slow things down."""
     generator = np.random.default_rng(7)
-    drawn = np.exp(generator.normal(0, 0.02, (400, processes, rounds)))
-    ours = [[1.0] * rounds] * processes
-    found = [paired_gain(times.tolist(), ours) for times in drawn]
-    assert np.mean([gain.low <= 1 <= gain.high for gain in found]) >= 0.95
+    for drawn in (generator.normal(0, 0.02, (2000, rounds)), generator.exponential(0.02, (2000, rounds))):
+        times = np.exp(drawn)
+        truth = np.exp(0.02 * np.log(2)) if drawn.min() >= 0 else 1.0
+        found = [paired_gain([some.tolist()], [[1.0] * rounds]) for some in times]
+        share = np.mean([gain.low <= truth <= gain.high for gain in found])
+        assert 0.94 <= share <= 0.995
+
+
+def test_intervals_of_processes_that_differ_are_wider():
+    """Processes that differ as much as rounds do; a resampled median held the truth in 80 to 91%."""
+    generator = np.random.default_rng(7)
+    own = generator.normal(0, 0.02, (1000, 2, 1))
+    times = np.exp(own + generator.normal(0, 0.02, (1000, 2, 8)))
+    found = [paired_gain(some.tolist(), [[1.0] * 8] * 2) for some in times]
+    assert np.mean([gain.low <= 1 <= gain.high for gain in found]) >= 0.94
+    pooled = [paired_gain([some.ravel().tolist()], [[1.0] * 16]) for some in times]
+    assert all(one.low <= two.low and one.high >= two.high for one, two in zip(found, pooled, strict=True))
+
+
+def test_outliers_do_not_widen_intervals_of_many_rounds():
+    gain = paired_gain([[1.0] * 8 + [9.0]], [[1.0] * 9])
+    assert (gain.low, gain.middle, gain.high) == (1.0, 1.0, 1.0)
+
+
+def test_one_round_has_no_interval():
+    assert str(paired_gain([[3.0]], [[2.0]])) == "1.50x"
 
 
 def test_processes_merge():
@@ -66,8 +89,10 @@ def test_processes_merge():
             measured("dense-eager", 1.0, 1.2, joules=(8.0,), details={"peak_bytes": 100}),
             measured("ours-eager", 0.5, 0.6, joules=(4.0,), error=1e-3, details={"peak_bytes": 90}),
             measured("dense-compiled", 0.8, 0.96),
-            measured("dense-eager", 1.4, 1.6, joules=(9.0,), details={"peak_bytes": 120}),
-            measured("ours-eager", 0.7, 0.8, joules=(6.0,), error=2e-3, details={"peak_bytes": 80}),
+            measured("dense-eager", 1.4, 1.6, process=1, joules=(9.0,), details={"peak_bytes": 120}),
+            measured(
+                "ours-eager", 0.7, 0.8, process=1, joules=(6.0,), error=2e-3, details={"peak_bytes": 80}
+            ),
         ]
     )
     assert dense.gains.keys() == {"dense-compiled"}
@@ -79,6 +104,23 @@ def test_processes_merge():
     assert ours.millijoules_per_token == pytest.approx(5e3 / 16)
     assert ours.error == 2e-3
     assert compiled.gain.middle == pytest.approx(1.25)
+
+
+def test_processes_that_lack_a_contender_are_not_paired_with_others():
+    ours, _ = merge(
+        [
+            measured("ours-eager", 1.0, 1.0),
+            measured("ours-eager", 2.0, 2.0, process=1),
+            measured("best-dense", 3.6, 3.6, process=1),
+        ]
+    )
+    assert ours.gains["best-dense"].middle == pytest.approx(1.8)
+
+
+def test_records_have_a_place_for_every_process():
+    found = [measured("ours-eager", 1.0), measured("dense-eager", 3.0, process=1)]
+    ours, dense = records_of("bench_inference", found, source=source("cpu", None), seed=0)
+    assert (ours.rounds, dense.rounds) == ([[1.0], []], [[], [3.0]])
 
 
 def test_records_hold_everything():
@@ -106,8 +148,8 @@ def test_records_hold_everything():
 
 def test_intervals_can_be_computed_from_records():
     found = [
-        measured(contender, *(base + round_ / 100 for round_ in range(6)))
-        for _ in range(2)
+        measured(contender, *(base + round_ / 100 for round_ in range(6)), process=process)
+        for process in range(2)
         for contender, base in (("dense-eager", 1.0), ("ours-eager", 0.6))
     ]
     dense, ours = records_of("bench_inference", found, source=source("cpu", None), seed=0)
@@ -171,7 +213,9 @@ def test_contenders_that_never_ran_side_by_side_are_not_compared():
     """One failed in the first process, the other in the second."""
     dense, ours = measured("dense-eager", 1.0), measured("ours-eager", 1.0)
     failed = {"seconds": (), "failure": "out of memory"}
-    merged = merge([dense.plus(**failed), ours, dense, ours.plus(**failed)])
+    merged = merge(
+        [dense.plus(**failed), ours, dense.plus(process=1), ours.plus(process=1, **failed)],
+    )
     assert [one.gains for one in merged] == [{}, {}]
 
 

@@ -62,7 +62,7 @@ def bench_records(**seconds: float) -> list[Record]:
             meaning=f"{name} in words",
             shape={**shape, "text": "random tokens"},
             tokens=128,
-            seconds=(value, value * 1.01, value * 0.99),
+            seconds=tuple(value * (1 + percent / 100) for percent in (-2, -1, 0, 0, 1, 2)),
             joules=(value * 3,),
             sparsity={"nnz": 12.0, "nnz_least": 10.0, "nnz_most": 14.0},
             details={"peak_bytes": int(value * 2**30)},

@@ -71,6 +71,23 @@ def test_what_lost_is_named_beside_what_won(tmp_path):
     assert "No sure gain" not in " ".join(headline(tmp_path, bench_records()).notes)
 
 
+@pytest.mark.parametrize(("rounds", "claim"), [(3, "Nothing measured here is surely"), (4, "A forward")])
+def test_few_rounds_prove_nothing(tmp_path, rounds, claim):
+    few = [dataclasses.replace(r, details={**r.details, "rounds": rounds}) for r in bench_records()]
+    assert headline(tmp_path, few).claim.startswith(claim)
+
+
+def test_bounds_say_what_they_are(tmp_path):
+    def notes(**details) -> str:
+        some = [dataclasses.replace(r, details={**r.details, **details}) for r in bench_records()]
+        return " ".join(headline(tmp_path, some).notes)
+
+    bounds = {"over/best-dense/low": 1.25, "over/best-dense/high": 1.75}
+    assert "95% interval: 1.25x to 1.75x." in notes(**bounds)
+    assert "The 5 rounds: 1.25x to 1.75x." in notes(rounds=5, **bounds)
+    assert "One round only." in notes(rounds=1)
+
+
 def test_what_computes_something_else_is_no_gain(tmp_path):
     wrong = [
         dataclasses.replace(r, details={**r.details, "doubtful": 1}) if "ours" in r.what else r

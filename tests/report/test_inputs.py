@@ -46,6 +46,28 @@ def test_of_repeated_records_the_last_counts(tmp_path):
     assert [record.value for record in records] == [2.0, 1.5, 0.5]
 
 
+def test_what_ran_apart_is_no_comparison(tmp_path):
+    """Another sparsity is another model; a newer run takes an older one's place if it has all of it."""
+
+    def run(day: int, *contenders: str, nnz: float = 12.0) -> list[Record]:
+        return [
+            dataclasses.replace(r, date=f"2026-11-{day:02}T00:00:00+00:00", sparsity={"nnz": nnz})
+            for r in bench_records()
+            if r.what.rsplit("/", 1)[-1] in contenders
+        ]
+
+    both = "dense-eager", "ours-eager"
+    old, new = run(1, *both, nnz=11.98), run(2, *both, "best-dense", nnz=12.02)
+    lone, dense = run(3, "ours-eager"), run(4, *both, nnz=90.0)
+    write_records(tmp_path / "r.jsonl", [*old, *new, *lone, *dense])
+    assert list(read_inputs([tmp_path / "r.jsonl"]).records) == [*new, *lone, *dense]
+    report = make_report([tmp_path / "r.jsonl"])
+    shown = [
+        len(table.rows) for section in report.sections for table in section.blocks if hasattr(table, "rows")
+    ]
+    assert shown[:3] == [3, 1, 2]
+
+
 def test_runs_of_one_name_are_told_apart(made, tmp_path):
     shutil.copytree(made / "some", tmp_path / "some")
     names = [run.name for run in read_inputs([made / "some", tmp_path / "some"]).runs]

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._errors import reject, require_choice
+from .._interval import ENOUGH_ROUNDS
 from ..measure import Record, read_records, write_records
 from ..measure.models import require_preset
 from ..measure.processes import NOTE, Job, run_apart
@@ -182,7 +183,7 @@ def _measuring(shared: dict[str, Any], gpu: bool) -> dict[str, Any]:
     """Takes the options of measuring out of `shared`."""
     seconds = shared.pop("energy_seconds")
     return {
-        "rounds": shared.pop("rounds") or (8 if gpu else 5),
+        "rounds": shared.pop("rounds") or (9 if gpu else ENOUGH_ROUNDS),
         "energy_seconds": seconds,
         "seed": shared.pop("seed"),
     }
@@ -199,7 +200,7 @@ class _Collected:
         self._found: dict[tuple, Measured] = {}
 
     def add(self, process: int, measured: Measured) -> None:
-        self._found[(process, *measured.key)] = measured
+        self._found[(process, *measured.key)] = measured.plus(process=process)
         if self._out is not None:
             write_records(self._out, [*self._before, *self.records()])
 

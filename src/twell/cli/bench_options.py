@@ -18,7 +18,7 @@ _PRESET = Option(
 _CONTENDERS = Option(help="Contenders, separated by commas. Default: all, without compiled ones on a CPU.")
 _NNZ = Option(min=0, help="Active neurons per token to build every layer with. Default: the paper's.")
 _DEVICE = Option(help="cuda, cuda:1 or cpu. Default: the GPU if there is one.", show_default=False)
-_ROUNDS = Option(min=1, help="Interleaved rounds. Default: 8, on a CPU 5.", show_default=False)
+_ROUNDS = Option(min=1, help="Interleaved rounds. Default: 9, on a CPU 6.", show_default=False)
 _PROCESSES = Option(
     min=1, help="Processes, each with a build of its own. Default: 2, on a CPU 1.", show_default=False
 )

@@ -8,6 +8,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from .._interval import MEANING
 from ..formats.base import format_bytes
 from ..measure import Record
 from ..measure.results import Merged
@@ -186,8 +187,8 @@ def _comparisons(group: list[Merged]) -> list[str]:
         lines.append(f"{name}: {'; '.join(parts)}")
     if lines:
         lines.append(
-            "gains are medians of the ratios inside rounds, with 95% intervals within this run; on a machine "
-            "that others use, another run may differ by more"
+            f"gains are medians of the ratios inside rounds, in brackets their {MEANING}; on a machine that "
+            "others use, another run may differ by more"
         )
     return lines
 

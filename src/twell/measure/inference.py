@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import reference
 from .._errors import ran_out_of_memory, reject
+from .._interval import ENOUGH_ROUNDS
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
@@ -40,7 +41,7 @@ CONTENDERS = list(dict.fromkeys([*FORWARD, *GENERATION]))
 _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 FIRST_TOKENS = 16  # new tokens that do not count: a step is captured meanwhile
-_MOST_ROUNDS = 4  # of generation, whose samples are many tokens each
+_MOST_ROUNDS = ENOUGH_ROUNDS  # of generation, whose samples are many tokens each
 # Errors beyond this many times dense eager's are no rounding; one block left out makes 4.6 times and more.
 _DOUBTFUL, _ROUNDED = 3.0, 1e-5
 _LOOKED_AT = 8192  # tokens whose active neurons are counted

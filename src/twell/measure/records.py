@@ -107,8 +107,8 @@ class Record(_Sourced):
     sparsity:        nnz, density...
     error:           relative error against the oracle, same run.
     details:         what else the run measured beside the value: memory, energy, intervals...
-    rounds:          every sample in `unit`, by process and round, where contenders took turns: the same round
-                     of the same process of two contenders may be compared.
+    rounds:          every sample in `unit`, by process and round, where contenders took turns: those of two
+                     contenders in one round of one process belong together.
     """
 
     what: str

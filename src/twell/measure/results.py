@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -22,6 +22,7 @@ class Measured:
     """One contender of one workload, in one process.
 
     workload, contender:  words of a record's name.
+    process:   the number of the process.
     meaning:   the contender in plain words.
     shape:     what was run; equal for all contenders of a workload.
     tokens:    of one call.
@@ -38,6 +39,7 @@ class Measured:
     meaning: str
     shape: dict[str, int | str | bool]
     tokens: int
+    process: int = 0
     seconds: tuple[float, ...] = ()
     joules: tuple[float, ...] = ()
     power: dict[str, Any] = field(default_factory=dict)
@@ -151,11 +153,21 @@ def merge(measured: Iterable[Measured]) -> list[Merged]:
         for others in by_key.values():
             other = others[0].contender
             rival = other.startswith(_DENSE) or others is theirs
-            side_by_side = any(a.seconds and b.seconds for a, b in zip(others, processes, strict=False))
-            if others[0].group == group and other != name and rival and side_by_side:
-                gains[other] = paired_gain([m.seconds for m in others], [m.seconds for m in processes])
+            if others[0].group == group and other != name and rival:
+                pairs = _side_by_side(others, processes)
+                if pairs:
+                    gains[other] = paired_gain(*zip(*pairs, strict=True))
         merged.append(Merged(tuple(processes), theirs[0].contender if theirs else None, gains))
     return merged
+
+
+def _side_by_side(
+    others: Sequence[Measured], processes: Sequence[Measured]
+) -> list[tuple[tuple[float, ...], tuple[float, ...]]]:
+    """Seconds of both, of each process in which both ran."""
+    theirs = {measured.process: measured.seconds for measured in others}
+    pairs = [(theirs.get(measured.process, ()), measured.seconds) for measured in processes]
+    return [(some, same) for some, same in pairs if some and same]
 
 
 def _ran(processes: list[Measured]) -> bool:
@@ -181,6 +193,7 @@ def records_of(
     source:  hardware, versions, commit and date (`records.source`).
     """
     merged = merge(measured)
+    count = 1 + max((m.process for one in merged for m in one.processes), default=0)
     records = []
     for one in merged:
         if one.value is None:
@@ -200,12 +213,20 @@ def records_of(
                 sparsity=one.first.sparsity,
                 error=one.error,
                 details=_details(one),
-                rounds=[list(measured.seconds) for measured in one.processes] if one.seconds else [],
+                rounds=_rounds(one, count),
                 seed=seed,
                 **{**source, "hardware": {**source["hardware"], **one.power}},
             )
         )
     return records
+
+
+def _rounds(one: Merged, processes: int) -> list[list[float]]:
+    """By process, also by those in which it did not run."""
+    if not one.seconds:
+        return []
+    seconds = {measured.process: list(measured.seconds) for measured in one.processes}
+    return [seconds.get(process, []) for process in range(processes)]
 
 
 def _details(one: Merged) -> dict[str, float]:

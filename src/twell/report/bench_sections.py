@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from .._interval import MEANING
 from ..measure.records import Record
 from .chart import Bar, Bars
 from .document import Block, Figure, Figures, Paragraph, Section, Table
-from .record_names import contender, counted_on, is_bench, short_model, size_of, workload
+from .record_names import comparison, contender, counted_on, is_bench, short_model, size_of
 from .wording import gigabytes, optional, seconds, share, short, times
 
 _TITLES = {
@@ -22,16 +23,26 @@ _TITLES = {
 def bench_sections(records: Sequence[Record]) -> Iterator[Section]:
     groups: dict[tuple, list[Record]] = {}
     for record in filter(is_bench, records):
-        groups.setdefault(workload(record), []).append(record)
+        groups.setdefault(comparison(record), []).append(record)
     for number, group in enumerate(groups.values()):
         first = group[0]
         kind = _TITLES.get(first.what.split("/")[1], first.what)
-        title = f"{kind}: {short_model(first.shape)}, {size_of(first)}"
+        title = f"{kind}: {_told_apart(first)}"
         if first.unit == "s":
             yield Section(title, [*_timed(group, f"bench-{number}")])
         else:
             rows = [(contender(r), f"{r.value:.0f}", str(r.shape.get("meaning", ""))) for r in group]
             yield Section(title, [Table(("", first.unit, "what it is"), rows, left=(0, 2))])
+
+
+def _told_apart(record: Record) -> str:
+    """What tells its comparison from others of the same kind."""
+    shape, nnz = record.shape, record.sparsity.get("nnz")
+    layers = f"{shape['layers']} layers" if "layers" in shape else ""
+    active = "" if nnz is None else f"{nnz:.0f} neurons active"
+    checkpoints = "with checkpointing" if record.unit != "s" and shape.get("checkpointing") else ""
+    parts = short_model(shape), layers, size_of(record), active, checkpoints
+    return ", ".join(part for part in parts if part)
 
 
 def _timed(group: list[Record], name: str) -> Iterator[Block]:
@@ -133,7 +144,7 @@ def _conditions(group: list[Record]) -> str:
 def _legend(group: list[Record]) -> str:
     parts = []
     if any("over" in name for r in group for name in r.details):
-        parts.append("In brackets: 95% interval.")
+        parts.append(f"In brackets: {MEANING}.")
     if any("against_float32" in r.details for r in group):
         wider = "float64" if group[0].shape.get("dtype") == "float32" else "float32"
         against = f"the same model in {wider}" if group[0].details.get("against_float32") else "dense eager"

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._interval import ENOUGH_ROUNDS
 from ..measure.records import Record
 from .document import Fact, Headline
 from .inputs import Inputs, Profiled, Run
 from .record_names import (
+    comparison,
     contender,
     counted_on,
     described,
@@ -22,12 +24,12 @@ from .record_names import (
     is_block,
     is_real,
     is_whole_model,
-    workload,
 )
 from .sweep import base_run, sparsest_good
 from .wording import change, counted, exponent, gigabytes, listed, share, short, times, width_note
 
 _NO_GAIN = 1.005  # beside rounding
+_FEWEST_ROUNDS = 4  # the lowest of so many is below their median with 94%
 # Whole models that were trained, on text; built to be sparse; blocks of a model, on text; one block.
 _RANKS = _REAL, _BUILT, _BLOCKS, _BLOCK = range(4)
 
@@ -36,7 +38,8 @@ _RANKS = _REAL, _BUILT, _BLOCKS, _BLOCK = range(4)
 class Gain:
     """low: the end of its interval that counts. rank: 0 is what says most, see `_RANKS`.
 
-    width: a note on blocks that are wider than usual.
+    rounds:  behind it, None where nobody noted them.
+    width:   a note on blocks that are wider than usual.
     """
 
     value: float
@@ -46,8 +49,23 @@ class Gain:
     what: str
     baseline: str
     conditions: str
+    rounds: int | None = None
     width: str = ""
     facts: tuple[Fact, ...] = ()
+
+    @property
+    def is_sure(self) -> bool:
+        return self.low > _NO_GAIN and (self.rounds is None or self.rounds >= _FEWEST_ROUNDS)
+
+    @property
+    def bounds(self) -> str:
+        if self.rounds == 1:
+            return " One round only."
+        if self.low == self.high:
+            return ""
+        few = self.rounds is not None and self.rounds < ENOUGH_ROUNDS
+        name = f"The {self.rounds} rounds" if few else "95% interval"
+        return f" {name}: {times(self.low)} to {times(self.high)}."
 
 
 def make_headline(inputs: Inputs) -> Headline:
@@ -57,16 +75,15 @@ def make_headline(inputs: Inputs) -> Headline:
     claim = conditions = width = ""
     if gains:
         # Where a kind shows no gain, the next may.
-        best = max(gains, key=lambda gain: (gain.low > _NO_GAIN, -gain.rank, gain.low))
+        best = max(gains, key=lambda gain: (gain.is_sure, -gain.rank, gain.low))
         claim = f"{best.what}: {times(best.value)} as fast as {best.baseline}."
-        if best.low <= _NO_GAIN:
+        if not best.is_sure:
             found = (
                 f"The nearest: {claim}" if best.value > 1 else f"{best.what}: {times(best.value)} its speed."
             )
             claim = f"Nothing measured here is surely faster than dense. {found}"
-        interval = f" 95% interval: {times(best.low)} to {times(best.high)}." if best.low != best.high else ""
-        conditions, width = best.conditions + interval, best.width
-        good = True if best.low > _NO_GAIN else False if best.high < 1 else None  # None: nobody can tell
+        conditions, width = best.conditions + best.bounds, best.width
+        good = True if best.is_sure else False if best.high < 1 else None  # None: nobody can tell
         if good:
             conditions += _without_gain(gains, best)
         facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
@@ -86,7 +103,7 @@ def _without_gain(gains: Sequence[Gain], best: Gain) -> str:
     for gain in sorted(gains, key=lambda gain: gain.low):
         if gain.rank <= best.rank:
             found[gain.what] = gain  # the best of ours comes last
-    lost = [gain for gain in found.values() if gain.low <= _NO_GAIN]
+    lost = [gain for gain in found.values() if not gain.is_sure]
     words = [f"{gain.what}, {times(gain.value)} as fast as {gain.baseline}" for gain in lost]
     return f" No sure gain: {'; '.join(words)}." if words else ""
 
@@ -117,7 +134,7 @@ def _counts(records: Sequence[Record]) -> Iterable[str]:
     benched = [record for record in records if is_bench(record)]
     others = len(records) - len(benched)
     if benched:
-        comparisons = len({workload(record) for record in benched})
+        comparisons = len({comparison(record) for record in benched})
         yield f"{counted(comparisons, 'comparison')} ({counted(len(benched), 'contender')})"
     if others:
         yield counted(others, "other record" if benched else "record")
@@ -144,6 +161,7 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             described(record),
             name.replace("-", " ") if "/" not in name else name,
             _conditions(record),
+            _rounds(record),
             width_note(record.shape.get("D"), record.shape.get("H")),
             tuple(_beside(record, records, name)),
         )
@@ -162,6 +180,12 @@ def gain_over_fastest(record: Record) -> tuple[str, float | None, float, float]:
         return name, others[name], low, high
     ratio = record.ratio
     return record.baseline or "", ratio, ratio or 0.0, ratio or 0.0
+
+
+def _rounds(record: Record) -> int | None:
+    """Of the process that bounds the gain."""
+    rounds = record.details.get("rounds")
+    return None if rounds is None else int(rounds)
 
 
 def _conditions(record: Record) -> str:
@@ -195,7 +219,8 @@ def _threads(hardware: Mapping[str, Any]) -> str:
 def _beside(record: Record, records: Sequence[Record], name: str) -> Iterable[Fact]:
     """Energy and memory against the same contender."""
     other = next(
-        (r for r in records if workload(r) == workload(record) and r.what.rsplit("/", 1)[-1] == name), None
+        (r for r in records if comparison(r) == comparison(record) and r.what.rsplit("/", 1)[-1] == name),
+        None,
     )
     if other is None:
         return
@@ -233,6 +258,7 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             "dense PyTorch",
             f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
             "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
+            None,
             width_note(one.profile.layers[0].hidden, one.profile.layers[0].neurons),
         )
 

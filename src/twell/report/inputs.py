@@ -14,6 +14,7 @@ from .._errors import reject
 from .._files import read_json_object
 from ..measure.records import Record, RunRecord, read_records
 from ..profiling.schema import Profile, read_profile
+from .record_names import comparison, is_bench, workload
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -263,7 +264,12 @@ def _named(found: list[Any]) -> tuple[Any, ...]:
 def _latest(records: list[Record]) -> list[Record]:
     """Of what was measured again on the same device, the last."""
     found: dict[tuple, Record] = {}
+    kept = _latest_comparisons([record for record in records if is_bench(record)])
     for record in records:
+        if is_bench(record):
+            if comparison(record) in kept:
+                found[(record.what, *comparison(record))] = record
+            continue
         shape = sorted((name, value) for name, value in record.shape.items() if name not in _RESULTS)
         wanted = record.sparsity.get("wanted_nnz", record.sparsity.get("nnz"))
         place = record.hardware.get("gpu") or record.hardware.get("cpu")
@@ -271,6 +277,21 @@ def _latest(records: list[Record]) -> list[Record]:
         found.pop(key, None)
         found[key] = record
     return list(found.values())
+
+
+def _latest_comparisons(records: list[Record]) -> set[tuple]:
+    """Without those whose contenders have all run together again: what ran apart is no comparison."""
+    contenders: dict[tuple, set[str]] = {}
+    runs: dict[tuple, dict[tuple, str]] = {}  # workload -> comparison -> date
+    for record in records:
+        contenders.setdefault(comparison(record), set()).add(record.what)
+        runs.setdefault(workload(record), {})[comparison(record)] = record.date
+    return {
+        run
+        for same in runs.values()
+        for run, date in same.items()
+        if not any(newer > date and contenders[other] >= contenders[run] for other, newer in same.items())
+    }
 
 
 # Entries of a shape that say what came out, not what was run.

@@ -68,9 +68,16 @@ def is_block(record: Record) -> bool:
 
 
 def workload(record: Record) -> tuple:
-    """Equal for contenders of `twell bench` that were compared with each other."""
+    """Equal for contenders of `twell bench` that ran the same, on machines alike."""
     shape = sorted((name, value) for name, value in record.shape.items() if name != "meaning")
-    return record.what.rsplit("/", 1)[0], str(shape), record.date if not is_bench(record) else ""
+    nnz = round(record.sparsity.get("nnz", 0))
+    place = record.hardware.get("gpu") or record.hardware.get("cpu")
+    return record.what.rsplit("/", 1)[0], str(shape), nnz, place, record.hardware.get("torch_threads")
+
+
+def comparison(record: Record) -> tuple:
+    """Equal for contenders of `twell bench` that were compared with each other, in one run of it."""
+    return *workload(record), record.date, record.commit
 
 
 def contender(record: Record) -> str:
@@ -110,5 +117,7 @@ def size_of(record: Record) -> str:
     if "new_tokens" in shape:
         return f"{shape['batch']} x {shape['new_tokens']} tokens after {shape['prompt']}"
     if "sequence" in shape:
-        return f"{shape.get('batch', 1)} x {shape['sequence']} tokens"
+        if "batch" not in shape:
+            return f"sequences of {shape['sequence']} tokens"
+        return f"{shape['batch']} x {shape['sequence']} tokens"
     return f"{shape['batch']} sequences" if "batch" in shape else ""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._interval import ENOUGH_ROUNDS
 from ..evaluation import load_model
 from ..hf import sparse_mlps, to_stock
 from ..measure.contest import Setting
@@ -26,7 +27,7 @@ from ..train.config import RunConfig
 from ..train.data import prepare
 
 _CONTENDERS = ["dense-eager", "ours-eager"]
-_ROUNDS = {"cuda": 10, "cpu": 5}
+_ROUNDS = {"cuda": 10, "cpu": ENOUGH_ROUNDS}
 
 
 def measure_speed(
