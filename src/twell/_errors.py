@@ -111,7 +111,7 @@ def asked_too_much(error: RuntimeError) -> str | None:
     if not ran_out_of_memory(error):
         return None
     amount = re.search(r"tried to allocate [\d.]+ \w+", said, re.IGNORECASE)
-    return said.splitlines()[0] if amount is None else amount[0].lower()
+    return said.splitlines()[0] if amount is None else f"t{amount[0][1:]}"
 
 
 def needed(module: str, purpose: str, *, extra: str) -> ModuleType:

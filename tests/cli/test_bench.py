@@ -300,8 +300,8 @@ def test_a_step_that_does_not_fit_says_what_would(tmp_path, monkeypatch, checkpo
     monkeypatch.setattr(
         SparseLlamaForCausalLM, "loss_function", property(lambda self: lambda *a, **k: limited(self, *a, **k))
     )
-    let_go = Step._let_go
-    monkeypatch.setattr(Step, "_let_go", lambda self: let_go(self) or held.append(self.model))
+    free = Step._free_after_failure
+    monkeypatch.setattr(Step, "_free_after_failure", lambda self: free(self) or held.append(self.model))
     out = tmp_path / "records.jsonl"
     sizes = ("--batch", "8", "--sequence-length", "16", "--checkpointing", checkpointing)
     result = run("training", *sizes, *QUICK, "--out", str(out))
@@ -314,23 +314,85 @@ def test_a_step_that_does_not_fit_says_what_would(tmp_path, monkeypatch, checkpo
     assert all(parameter.grad is None for model in held for parameter in model.parameters())
 
 
-def test_rounds_in_which_times_vary_by_more_than_tokens_take_count_the_prompt(tmp_path, monkeypatch):
-    """A sample is a difference of two times, which noise can make negative."""
+def generate_with_times(monkeypatch, out, *times: float):
+    """times: how long calls take, two of each contender in a round: 18 tokens, then 16."""
     from twell.measure import inference
 
-    # Beginning and end of a call, of 18 tokens and of 16, for both contenders; then the order changes.
-    times = [0.0, 20.0, 20.0, 38.0] * 2 + [0.0, 9.0, 9.0, 18.0] + [0.0, 20.0, 20.0, 38.0]
-    monkeypatch.setattr(inference, "perf_counter", lambda: times.pop(0))
-    out = tmp_path / "records.jsonl"
+    ends = [end for seconds in times for end in (0.0, seconds)]
+    monkeypatch.setattr(inference, "perf_counter", lambda: ends.pop(0))
     sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
     result = run("inference", *sizes, *QUICK, "--out", str(out))
+    assert ends == []
+    return result
+
+
+def test_rounds_in_which_times_vary_by_more_than_tokens_take_do_not_count(tmp_path, monkeypatch):
+    """A sample is a difference of two times, which noise can make negative."""
+    good, noisy = (20.0, 18.0), (9.0, 9.0)
+    # The order changes after a round that counts.
+    times = *good, *noisy, *good, *good, *noisy, *good, *good, 22.0, 18.0
+    result = generate_with_times(monkeypatch, tmp_path / "records.jsonl", *times)
     assert result.exit_code == 0
-    assert times == []
+    dense, ours = read_records(tmp_path / "records.jsonl")
+    assert (dense.rounds, ours.rounds) == ([[1.0, 2.0]], [[1.0, 1.0]])
+    assert ours.details["noisy_rounds"] == 2
+    assert "2 rounds were too noisy and do not count; raise --new-tokens" in result.output
+
+
+def test_noise_alone_is_no_measurement(tmp_path, monkeypatch):
+    result = generate_with_times(monkeypatch, tmp_path / "records.jsonl", *[9.0] * 40)
+    assert "dense-eager: 10 rounds in a row took times that vary by more than" in result.output
+    assert read_records(tmp_path / "records.jsonl") == []
+
+
+def test_memory_that_runs_out_while_tokens_are_timed_is_told(tmp_path, monkeypatch):
+    from twell.measure import inference
+
+    def perf_counter():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
+
+    monkeypatch.setattr(inference, "perf_counter", perf_counter)
+    sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
+    result = run("inference", *sizes, *QUICK)
+    assert "out of memory while contenders took turns; --contenders names fewer" in result.output
+
+
+def test_what_was_timed_is_kept_where_memory_runs_out_later(tmp_path, monkeypatch):
+    from twell.measure import contest
+
+    def recorded(contender):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
+
+    monkeypatch.setattr(contest, "_paths", recorded)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", "--shape", "2x16", "--workload", "forward", *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "ours-eager: no memory for one call more, so its share of sparse calls is not" in result.output
     dense, ours = read_records(out)
-    assert (dense.value, ours.value) == (1.0, 0.75)  # 2 s for 2 tokens; then 9 s for all 18
-    assert "noisy_rounds" not in dense.details
-    assert ours.details["noisy_rounds"] == 1
-    assert "count the prompt: ours-" in result.output
+    assert [len(one.rounds[0]) for one in (dense, ours)] == [2, 2]
+    assert ours.details["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_rounds_before_an_interruption_are_kept(tmp_path, monkeypatch, processes):
+    from twell.cli import bench
+
+    say, counted = bench._Phases.__call__, []
+
+    def interrupt(self, text: str) -> None:
+        say(self, text)
+        if "round 3 of 9" in text:
+            counted.append(text)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench._Phases, "__call__", interrupt)
+    out = tmp_path / "records.jsonl"
+    options = ("--rounds", "9", "--energy-seconds", "0", "--device", "cpu", "--processes", str(processes))
+    result = run("inference", "--shape", "2x16", "--workload", "forward", *options, "--out", str(out))
+    assert result.exit_code == 130
+    assert "interrupted; what was measured before is above" in result.output
+    assert [len(one.rounds[0]) for one in read_records(out)] == [2, 2]
+    assert len(counted) == 1
 
 
 def test_memory_that_runs_out_between_contenders_is_told(tmp_path, monkeypatch):

@@ -279,7 +279,8 @@ def _draw(plot: Path, merged: list) -> None:
     gains = {bench_view.label(one): one.gain.middle for one in merged if one.gain is not None}
     shape = merged[0].first.shape
     subtitle = f"{shape['model']}, {shape['layers']} layers, {shape.get('dtype', '')}; same run, same weights"
-    speedup_bars(gains, plot, title="Over dense, eager PyTorch", subtitle=subtitle)
+    baselines = dict.fromkeys(one.baseline for one in merged if one.gain is not None)
+    speedup_bars(gains, plot, title=f"Times as fast as {' or '.join(baselines)}", subtitle=subtitle)
 
 
 class _Phases:

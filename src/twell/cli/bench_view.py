@@ -139,15 +139,12 @@ def _notes(group: list[Merged]) -> list[str]:
         timed = group[0].first.shape["new_tokens"]
         lines.append(
             f"timed are the last {timed} of {FIRST_TOKENS + timed} new tokens, without the prompt; same "
-            "tokens: as dense eager's (one that rounding changes can change all later ones; equal before "
-            f"that: {_figures(group, 'same_until', '.0f')})"
+            "tokens: as dense eager's (after a first difference, which rounding can make, all may differ; "
+            f"equal until then: {_figures(group, 'same_until', '.0f')})"
         )
-        noisy = _figures(group, "noisy_rounds", ".0f")
+        noisy = group[0].detail("noisy_rounds")
         if noisy:
-            lines.append(
-                f"rounds whose times varied by more than these tokens take, and count the prompt: {noisy}; "
-                "--new-tokens takes more"
-            )
+            lines.append(f"{noisy:.0f} rounds were too noisy and do not count; raise --new-tokens")
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
             "difference: of the last hidden states from those of the same model in a wider dtype, relative; "

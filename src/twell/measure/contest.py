@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -14,14 +15,15 @@ import torch
 
 from .._errors import ran_out_of_memory, reject
 from .._log import Ran, recorded_paths
-from .energy import Power, PowerSource, Reading, energy_of, mean_power, sampled
+from .energy import Energy, Power, PowerSource, Reading, energy_of, mean_power, sampled
 from .environment import gpu_state
 from .memory import peak_bytes
 from .processes import NOTE
 from .results import Measured
-from .timing import Timing, compare
+from .timing import compare
 
 _SLOW_INTERVAL = 0.1  # seconds between readings while calls are timed
+_MOST_NOISY = 10  # rounds that count for nothing, until it is given up
 _WINDOWS = 2  # of energy for each contender, in turn and back
 
 
@@ -78,13 +80,23 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What all contenders run. name: a word; title: for the reader."""
+    """What all contenders run.
+
+    name:    a word; title: for the reader.
+    tokens:  of what is timed.
+    steps:   how many times a contender's call does what is timed.
+    """
 
     name: str
     title: str
     shape: dict[str, int | str | bool]
     tokens: int
+    steps: int = 1
     sparsity: dict[str, float] = field(default_factory=dict)
+
+
+TakeRound = Callable[[Sequence[Contender], int], dict[str, float] | None]
+"""(contenders, number of the round) -> seconds by contender; None for a round that counts for nothing."""
 
 
 def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None = None) -> bool:
@@ -129,105 +141,149 @@ def sparse_share(ran: Sequence[Ran]) -> float:
     return sum(path != "dense" for path in paths) / max(len(paths), 1)
 
 
-def run_contest(contenders: list[Contender], workload: Workload, setting: Setting) -> None:
-    """Time contenders that are `ready`; emit each with its seconds, then with its memory and energy."""
+def run_contest(
+    contenders: list[Contender], workload: Workload, setting: Setting, take_round: TakeRound | None = None
+) -> None:
+    """Time contenders that are `ready`; emit each after every round, then with its memory and energy.
 
-    def measured(contender: Contender, **more: Any) -> Measured:
-        return Measured(
-            workload=workload.name,
-            contender=contender.name,
-            meaning=contender.meaning,
-            shape=workload.shape,
-            tokens=workload.tokens,
-            sparsity=workload.sparsity,
-            details=contender.details,
-            error=contender.error,
-            failure=contender.failure,
-            **more,
+    take_round:  times a round; None: one call of each.
+    """
+    samples: dict[str, list[float]] = {one.name: [] for one in contenders}
+    joules: dict[str, list[float]] = {one.name: [] for one in contenders}
+    power: dict[str, dict[str, Any]] = {one.name: {} for one in contenders}
+
+    def emit(one: Contender) -> None:
+        setting.emit(
+            Measured(
+                workload=workload.name,
+                contender=one.name,
+                meaning=one.meaning,
+                shape=workload.shape,
+                tokens=workload.tokens,
+                seconds=tuple(samples[one.name]),
+                joules=tuple(found / workload.steps for found in joules[one.name]),
+                power=power[one.name],
+                sparsity=workload.sparsity,
+                details=dict(one.details),
+                error=one.error,
+                failure=one.failure,
+            )
         )
+
+    def attempt(one: Contender, what: str, call: Callable[[], Any]) -> Any:
+        """The result of `call`, None where memory runs out."""
+        setting.say(f"{workload.title}: {what} of {one.name}")
+        try:
+            return call()
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            setting.say(f"{NOTE}{one.name}: no memory for one call more, so its {what} is not known")
+            setting.release()
+            return None
 
     running = [one for one in contenders if one.failure is None]
     for failed in contenders:
         if failed.failure is not None:
-            setting.emit(measured(failed))
+            emit(failed)
     if not running:
         return
     try:
-        timings, power = _time(running, workload, setting)
+        state = _time(running, workload, setting, samples, emit, take_round)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
+        state = {}
         for one in running:
+            samples[one.name].clear()
             one.failure = "out of memory while contenders took turns; --contenders names fewer"
-            setting.emit(measured(one))
         setting.release()
-        return
+    for one in running:
+        power[one.name] = state
+        emit(one)
+    running = [one for one in running if one.failure is None]
     for one in running:
         if one.sparse and one.sparse_tokens is None:
             # After the rounds: while a layer is new, many calls read how active it is.
-            with recorded_paths() as ran:
-                one.call()
-            _note_paths(one, ran)
-    found = {one.name: {"seconds": timings[one.name].samples, "power": power} for one in running}
-    for one in running:
-        setting.emit(measured(one, **found[one.name]))
-    if setting.memory:
-        for one in running:
-            setting.say(f"{workload.title}: memory of {one.name}")
-            try:
-                one.details["peak_bytes"] = one.own_bytes + peak_bytes(one.call, setting.device)
-            except RuntimeError as error:
-                if not ran_out_of_memory(error):
-                    raise
-                setting.say(f"{NOTE}{one.name}: no memory for one call more, so its memory is not known")
-                setting.release()
-            setting.emit(measured(one, **found[one.name]))
+            _note_paths(one, attempt(one, "share of sparse calls", lambda one=one: _paths(one)) or [])
+            emit(one)
+        if setting.memory:
+            peak = attempt(one, "memory", lambda one=one: peak_bytes(one.call, setting.device))
+            if peak is not None:
+                one.details["peak_bytes"] = one.own_bytes + peak
+                emit(one)
     if setting.source is None or setting.energy_seconds <= 0:
         return
-    joules: dict[str, list[float]] = {one.name: [] for one in running}
     for window in range(_WINDOWS):
         for one in running[:: -1 if window % 2 else 1]:
-            setting.say(f"{workload.title}: energy of {one.name}, window {window + 1} of {_WINDOWS}")
-            energy = energy_of(one.call, setting.source, seconds=setting.energy_seconds, wait=setting.wait)
-            if energy is None:
-                continue
-            joules[one.name].append(energy.joules)
-            found[one.name] |= {
-                "joules": tuple(joules[one.name]),
-                "power": {**power, **energy.power.entries()},
-            }
-            setting.emit(measured(one, **found[one.name]))
+            what = f"energy (window {window + 1} of {_WINDOWS})"
+            energy = attempt(one, what, lambda one=one: _energy(one, setting))
+            if energy is not None:
+                joules[one.name].append(energy.joules)
+                power[one.name] = {**state, **energy.power.entries()}
+                emit(one)
+
+
+def _paths(contender: Contender) -> list[Ran]:
+    with recorded_paths() as ran:
+        contender.call()
+    return list(ran)
+
+
+def _energy(contender: Contender, setting: Setting) -> Energy | None:
+    return energy_of(contender.call, setting.source, seconds=setting.energy_seconds, wait=setting.wait)
 
 
 def _time(
-    running: list[Contender], workload: Workload, setting: Setting
-) -> tuple[dict[str, Timing], dict[str, Any]]:
-    """Timings, and the state of the device meanwhile."""
-    taken = 0
+    running: list[Contender],
+    workload: Workload,
+    setting: Setting,
+    samples: dict[str, list[float]],
+    emit: Callable[[Contender], None],
+    take_round: TakeRound | None,
+) -> dict[str, Any]:
+    """Adds to `samples` and emits after every round; returns the state of the device meanwhile.
 
-    def progress() -> None:
-        nonlocal taken
-        taken += 1
-        setting.wait()  # between rounds: what is said is what has run
-        setting.say(f"{workload.title}: round {taken} of {setting.rounds}")
-
+    Rounds that count for nothing are taken again, up to a limit; `noisy_rounds` has their number.
+    """
     source = setting.source
     readings: list[Reading] = []
+    take = take_round or partial(_one_call_each, device=setting.device)
+    noisy = taken = 0
     with sampled(source, _SLOW_INTERVAL) if source is not None else nullcontext(readings) as readings:
-        timings = compare(
-            {one.name: one.call for one in running},
-            device=setting.device,
-            # A round that does not count: after `release` the allocator is empty.
-            warmup=1 if setting.device.type == "cuda" else 0,
-            repetitions=setting.rounds,
-            calls_per_sample=1,
-            progress=progress,
-        )
+        while taken < setting.rounds and noisy < _MOST_NOISY:
+            setting.say(f"{workload.title}: round {taken + 1} of {setting.rounds}")
+            found = take(running, taken)
+            if found is None:
+                noisy += 1
+                continue
+            taken += 1
+            for one in running:
+                samples[one.name].append(found[one.name])
+                emit(one)
+    for one in running:
+        if noisy:
+            one.details["noisy_rounds"] = noisy
+        if not taken:
+            one.failure = f"{noisy} rounds in a row took times that vary by more than what is measured"
     power: Power | None = None if source is None else mean_power(readings, source.counter)
     state = gpu_state(setting.device) if setting.device.type == "cuda" else {}
     entries = {} if power is None else power.entries()
     entries.pop("energy_from", None)  # of rounds with all contenders; each has energy of its own
-    return timings, {**state, **entries}
+    return {**state, **entries}
+
+
+def _one_call_each(running: Sequence[Contender], turn: int, device: torch.device) -> dict[str, float]:
+    timings = compare(
+        {one.name: one.call for one in running},
+        device=device,
+        # A call that does not count: after `release` the allocator is empty.
+        warmup=1 if device.type == "cuda" and turn == 0 else 0,
+        repetitions=1,
+        first=turn,
+        calls_per_sample=1,
+    )
+    return {name: timing.samples[0] for name, timing in timings.items()}
 
 
 def largest_that_fits(fits: Callable[[int], bool], guess: int = 1, most: int = 1 << 14) -> int:

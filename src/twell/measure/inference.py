@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -18,15 +19,14 @@ from .baselines import compile_layers, dense_ways, many_compilations, quiet_auto
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
 from .processes import NOTE
-from .results import Measured
 from .timing import compare
 
 FORWARD = {
     "dense-eager": "stock transformers Llama with ReLU, as PyTorch runs it",
-    "dense-compiled": "the same, every layer compiled by torch.compile",
+    "dense-compiled": "stock Llama, every layer compiled by torch.compile",
     "best-dense": "the fastest of three other dense ways",
     "ours-eager": "our model, same weights, automatic plan",
-    "ours-compiled": "the same, every layer compiled by torch.compile",
+    "ours-compiled": "our model, every layer compiled by torch.compile",
 }
 GENERATION = {
     "dense-eager": "stock Llama, transformers' own loop, default cache",
@@ -126,8 +126,10 @@ def bench_forward(
             if one == "best-dense":
                 found = _best_dense(pair, run, setting, calibrated)
                 if found is None:
-                    continue
-                contender, models[one] = found
+                    failure = "none of the dense ways fits"
+                    contender = Contender(name=one, meaning=FORWARD[one], call=lambda: None, failure=failure)
+                else:
+                    contender, models[one] = found
             else:
                 model = models[one] = makers[one]()
                 contender = Contender(
@@ -275,8 +277,8 @@ def bench_generation(
 ) -> None:
     """Compare greedy generation after the prompts `batch`: seconds for a token of every sequence.
 
-    The time of 16 tokens is taken off that of 16 + `new_tokens`, so prompts do not count, but in rounds whose
-    times vary by more than that: `noisy_rounds`.
+    The time of 16 tokens is taken off that of 16 + `new_tokens`, so prompts do not count; energy is that of
+    whole calls. Rounds in which nothing is left, since times vary by more, are taken again (`noisy_rounds`).
     """
     from ..generation import accelerate_
 
@@ -287,6 +289,7 @@ def bench_generation(
         title=f"generation, {sequences} sequences",
         shape=described(pair, name, batch=sequences, prompt=prompt, new_tokens=new_tokens, text=batch.origin),
         tokens=sequences,
+        steps=FIRST_TOKENS + new_tokens,
         sparsity=sparsity_of(pair, ids),
     )
     meanings = generation_contenders(setting.device)
@@ -311,20 +314,25 @@ def bench_generation(
                 ids, max_new_tokens=tokens, do_sample=False, eos_token_id=[], pad_token_id=0
             )
 
+    found: dict[str, Tensor] = {}  # what the last call of each has generated
+
+    def whole_call(name: str) -> None:
+        found[name] = run(models[name], FIRST_TOKENS + new_tokens)
+
     outputs: dict[str, Tensor] = {}
     running = []
     for one, model in models.items():
         contender = Contender(
             name=one,
             meaning=meanings[one],
-            call=lambda model=model: run(model, FIRST_TOKENS + new_tokens),
+            call=partial(whole_call, one),
             own_bytes=tensor_bytes(model),
             warm_up=2,
             sparse=one.startswith("ours"),
             sparse_tokens=sequences,
         )
         if ready(contender, setting, what_fits(model)):
-            outputs[one] = contender.call()
+            outputs[one] = found[one]
         running.append(contender)
     stock = outputs.get("dense-eager", next(iter(outputs.values()), None))
     for one in running:
@@ -332,48 +340,24 @@ def bench_generation(
             same = (outputs[one.name] == stock)[:, prompt:].double()
             one.details["same_tokens_as_dense"] = same.mean().item()
             one.details["same_until"] = same.cumprod(1).sum(1).mean().item()
-    _time_tokens(running, models, run, new_tokens, workload, setting)
-    setting.release()
 
-
-def _time_tokens(
-    running: list[Contender],
-    models: dict[str, nn.Module],
-    run: Callable[[nn.Module, int], Tensor],
-    new_tokens: int,
-    workload: Workload,
-    setting: Setting,
-) -> None:
-    """Rounds as in `run_contest`, but a sample is the difference of two calls."""
-
-    def timed(model: nn.Module, tokens: int) -> float:
+    def seconds(model: nn.Module, tokens: int) -> float:
         setting.wait()
         began = perf_counter()
         run(model, tokens)
         setting.wait()
         return perf_counter() - began
 
-    alive = [one for one in running if one.failure is None]
-    seconds: dict[str, list[float]] = {one.name: [] for one in alive}
-    rounds = min(setting.rounds, _MOST_ROUNDS)
-    for turn in range(rounds):
-        for one in alive[:: -1 if turn % 2 else 1]:
-            setting.say(f"{workload.title}: round {turn + 1} of {rounds}, {one.name}")
-            long, short = (timed(models[one.name], FIRST_TOKENS + more) for more in (new_tokens, 0))
-            if long > short:
-                seconds[one.name].append((long - short) / new_tokens)
-            else:  # times vary by more than the tokens take: with the prompt, so rather too much
-                seconds[one.name].append(long / (FIRST_TOKENS + new_tokens))
-                one.details["noisy_rounds"] = one.details.get("noisy_rounds", 0) + 1
+    def take_round(running: Sequence[Contender], turn: int) -> dict[str, float] | None:
+        taken = {}
+        for one in running[:: -1 if turn % 2 else 1]:
+            setting.say(f"{workload.title}: round {turn + 1}, {one.name}")
+            long, short = (seconds(models[one.name], FIRST_TOKENS + more) for more in (new_tokens, 0))
+            taken[one.name] = (long - short) / new_tokens
+        return taken if min(taken.values()) > 0 else None
 
-    def emit(measured: Measured) -> None:
-        """Replace the whole calls that the contest has timed by tokens."""
-        tokens = FIRST_TOKENS + new_tokens
-        joules = tuple(j / tokens for j in measured.joules)
-        known = tuple(seconds.get(measured.contender, ()))
-        setting.emit(measured.plus(seconds=known, joules=joules))
-
-    # One round more, of whole calls: for memory, energy and the state of the device. On a CPU, memory is
-    # counted by a profiler, which takes minutes for so many small operations.
+    # On a CPU, memory is counted by a profiler, which takes minutes for so many small operations.
     memory = setting.memory and setting.device.type == "cuda"
-    run_contest(running, workload, replace(setting, rounds=1, emit=emit, memory=memory))
+    rounds = min(setting.rounds, _MOST_ROUNDS)
+    run_contest(running, workload, replace(setting, rounds=rounds, memory=memory), take_round)
+    setting.release()

@@ -71,6 +71,7 @@ def compare(
     device: torch.device | str = "cpu",
     warmup: int = 3,
     repetitions: int = 20,
+    first: int = 0,
     calls_per_sample: int | None = None,
     queued: bool = False,
     progress: Callable[[], None] | None = None,
@@ -80,6 +81,7 @@ def compare(
     warmup:            untimed calls of each candidate before anything is timed.
     repetitions:       rounds. Each takes one sample of every candidate, in an order that changes between
                        rounds (rotated, and reversed every second time).
+    first:             number of the first round, where rounds are taken one by one: it decides the order.
     calls_per_sample:  calls averaged into a sample; None picks, per candidate, as many as fill 1 ms.
     queued:            CUDA only: keep the GPU busy for some milliseconds before each sample, untimed, so that
                        the host has launched the sample when the GPU begins it. This gives GPU time with the
@@ -94,6 +96,7 @@ def compare(
         reject("candidates", candidates, "a mapping of at least one name to a function")
     require_int("warmup", warmup, 0)
     require_positive_int("repetitions", repetitions)
+    require_int("first", first, 0)
     if calls_per_sample is not None:
         require_positive_int("calls_per_sample", calls_per_sample)
     if queued and where.type != "cuda":
@@ -101,7 +104,7 @@ def compare(
 
     cuda = where.type == "cuda"
     names = list(candidates)
-    rounds = (name for index in range(repetitions) for name in _order(names, index))
+    rounds = (name for index in range(first, first + repetitions) for name in _order(names, index))
     with torch.cuda.device(where) if cuda else nullcontext():
         for fn in candidates.values():
             for _ in range(warmup):

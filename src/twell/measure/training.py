@@ -30,11 +30,11 @@ from .results import Measured
 
 CONTENDERS = {
     "dense-eager": "stock transformers Llama with ReLU, no L1, no statistics",
-    "dense-compiled": "the same, layers and loss compiled by torch.compile",
-    "dense-autotuned": "the same, compiled with max-autotune",
-    "dense-liger": "the same, with Liger's norms and its loss without whole logits, layers compiled",
+    "dense-compiled": "stock Llama, layers and loss compiled by torch.compile",
+    "dense-autotuned": "stock Llama, layers and loss compiled with max-autotune",
+    "dense-liger": "stock Llama with Liger's norms and its loss without whole logits, layers compiled",
     "ours-eager": "our model with L1 term and firing counts, automatic plan",
-    "ours-compiled": "the same, attention, norms and loss compiled by torch.compile",
+    "ours-compiled": "our model; attention, norms and loss compiled by torch.compile",
 }
 DEFAULT = ["dense-eager", "dense-compiled", "ours-eager", "ours-compiled"]
 PRECISIONS = ("bfloat16", "mixed", "float32")
@@ -164,13 +164,13 @@ class Step:
             loss.backward()
             self._optimiser.step()
         except BaseException:
-            self._let_go()
+            self._free_after_failure()
             raise
         self._optimiser.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _let_go(self) -> None:
-        """Free what a step that broke off holds: gradients, and the graph behind the blocks' L1."""
+    def _free_after_failure(self) -> None:
+        """Free what an interrupted step holds: gradients, and the graph behind the blocks' L1."""
         from ..hf import sparse_mlps
 
         self._optimiser.zero_grad(set_to_none=True)
