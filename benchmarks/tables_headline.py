@@ -113,7 +113,7 @@ def _real_text() -> list[Row]:
         late = (tables_runs.late(found[one], "tokens_per_second") for one in (ours, dense))
         return next(late) / next(late)
 
-    what = "training 8 layers on English text, once sparse"
+    what = "training 8 layers on English text, second half of the run"
     return [(what, _faster(gain("auto-compiled", "dense-compiled")), _faster(gain("auto", "dense")))]
 
 
@@ -167,9 +167,9 @@ def draw_bars(data: Panels, path: Path, metadata: dict[str, str]) -> None:
     bar_panels(
         data,
         path,
-        title="The paper's 2B model on one H200, dense and sparse",
-        subtitle="same weights, bf16, 24 of 5,632 neurons active per token; forward 32 x 2,048 tokens, "
-        "training 8 x 2,048 tokens; each panel from one run",
+        title="A model of the paper's 2B size on one H200, dense and sparse",
+        subtitle="random weights, 24 of 5,632 neurons active per token, bf16; forward 32 x 2,048 tokens, "
+        "training 8 x 2,048; each panel one run",
         metadata=metadata,
     )
 

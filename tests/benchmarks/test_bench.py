@@ -12,7 +12,7 @@ from twell.measure.results import Measured, records_of
 
 from ..scripts import benchmark_modules
 
-SHAPE = {"model": "paper-2b", "layers": 38, "batch": 32, "sequence": 2048, "dtype": "bfloat16"}
+SHAPE = {"model": "paper-2b", "layers": 38, "H": 5632, "batch": 32, "sequence": 2048, "dtype": "bfloat16"}
 GPU = {
     "device": "cuda",
     "gpu": "NVIDIA H200",
@@ -135,3 +135,16 @@ def test_training(tables):
     write_records(tables.TRAINING, records("bench_training", *found))
     assert [row.split(" | ")[3] for row in tables.training().splitlines()[2:]] == ["off", "off", "on", "on"]
     assert "| 2B, 24 active, checkpointed training step | dense eager | **2.00x** |" in tables.gains()
+
+
+def test_training_of_models_that_are_not_sparse_has_a_table_of_its_own(tables):
+    some_layers = {"layers": 8, "checkpointing": False}
+    dense, ours = (
+        measured("step", one, s, **some_layers) for one, s in (("dense-eager", 0.4), ("ours-compiled", 0.5))
+    )
+    active = {"sparsity": {"nnz": 1500.2}}
+    write_records(tables.TRAINING, records("bench_training", dense.plus(**active), ours.plus(**active)))
+    assert tables.training() == tables.gains() == tables.NOT_MEASURED
+    rows = tables.TABLES["bench-training-not-sparse"]().splitlines()[2:]
+    assert [row.split(" | ")[:2] for row in rows] == [["| 2B's width", "1500"]] * 2
+    assert "**0.80x** (0.80-0.80)" in rows[1]
