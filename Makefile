@@ -87,11 +87,16 @@ format: $(READY)  ## fix style
 bench: $(READY)  ## measure the CPU figures again and append them to benchmarks/results
 	$(BIN)/python benchmarks/ffn_cpu.py
 	$(BIN)/python benchmarks/format_memory.py
+	$(BIN)/twell bench inference --out benchmarks/results/bench_inference.jsonl
+	$(BIN)/twell bench training --out benchmarks/results/bench_training.jsonl
 
 bench-gpu:  ## measure the GPU figures again with the interpreter that has CUDA torch (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) benchmarks/ffn_inference.py
 	PYTHONPATH=src $(PYTHON) benchmarks/ffn_training.py
 	PYTHONPATH=src $(PYTHON) benchmarks/defaults.py
+	for preset in paper-2b paper-0.5b; do for job in inference training; do \
+		PYTHONPATH=src $(PYTHON) -m twell bench $$job --preset $$preset --out benchmarks/results/bench_$$job.jsonl || exit 1; \
+	done; done
 
 tables: $(READY)  ## regenerate every table and figure of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py
