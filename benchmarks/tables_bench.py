@@ -23,17 +23,31 @@ _NOT_SHOWN = ("english-8",)
 _SPARSE = 0.1  # a tenth of the neurons active; beyond, blocks train dense
 
 
+def every(path: Path, device: str, *workloads: str) -> list[Record]:
+    """Records of some workloads on a kind of device."""
+    return [
+        record
+        for record in (read_records(path) if path.exists() else ())
+        if record.shape["model"] not in _NOT_SHOWN
+        and record.what.split("/")[1] in workloads
+        and record.hardware["device"] == device
+    ]
+
+
 def latest(path: Path, device: str, *workloads: str) -> list[Record]:
-    """Records of some workloads on a kind of device; of those that were measured again, the last. Models that
-    fire other numbers of neurons are others."""
+    """Those of `every`; of what was measured again, the last. Models that fire other numbers of neurons are
+    others."""
     found: dict[tuple, Record] = {}
-    for record in read_records(path) if path.exists() else ():
-        shown = record.shape["model"] not in _NOT_SHOWN
-        if shown and record.what.split("/")[1] in workloads and record.hardware["device"] == device:
-            key = (record.what, *_group(record))
-            found.pop(key, None)
-            found[key] = record
+    for record in every(path, device, *workloads):
+        key = (record.what, *_group(record))
+        found.pop(key, None)
+        found[key] = record
     return list(found.values())
+
+
+def run_of(record: Record) -> tuple:
+    """Equal for contenders that were compared with each other."""
+    return record.date, record.commit, *_group(record)
 
 
 def forward(device: str = "cuda") -> str:
@@ -115,19 +129,20 @@ def gains() -> str:
         *latest(INFERENCE, "cuda", "forward"),
         *filter(_is_sparse, latest(TRAINING, "cuda", "step", "checkpointed")),
     ]
-    energy = {(_group(r), r.what.split("/")[2]): r.details.get("millijoules_per_token") for r in records}
-    doubtful = {(_group(r), r.what.split("/")[2]) for r in records if r.details.get("doubtful")}
+    compared = [*every(INFERENCE, "cuda", "forward"), *every(TRAINING, "cuda", "step", "checkpointed")]
+    energy = {(run_of(r), r.what.split("/")[2]): r.details.get("millijoules_per_token") for r in compared}
+    doubtful = {(run_of(r), r.what.split("/")[2]) for r in compared if r.details.get("doubtful")}
     lines = ["| | over | times as fast | interval | its energy |", "|---|---|---:|---:|---:|"]
     for record in records:
         if not record.what.endswith("/ours-compiled") or record.details.get("doubtful"):
             continue
         for name, value in record.details.items():
             _, _, other = name.partition("over/")
-            if not other or other.endswith(("/low", "/high")) or (_group(record), other) in doubtful:
+            if not other or other.endswith(("/low", "/high")) or (run_of(record), other) in doubtful:
                 continue
             low, high = (record.details[f"{name}/{end}"] for end in ("low", "high"))
             ours = record.details.get("millijoules_per_token")
-            theirs = energy.get((_group(record), other))
+            theirs = energy.get((run_of(record), other))
             share = f"{ours / theirs:.2f}x" if ours and theirs else ""
             what = {"forward": "forward", "step": "training step"}.get(
                 record.what.split("/")[1], "checkpointed training step"

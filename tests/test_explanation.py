@@ -91,6 +91,11 @@ class TestWidth:
     def test_nothing_has_no_width(self):
         assert explanation.Explanation().text(20).startswith("no sparse block found")
 
+    @pytest.mark.parametrize("width", [0, -3, 7.5, True])
+    def test_a_width_is_a_number_of_columns(self, width):
+        with pytest.raises(ValueError, match=f"width: got {width!r}; accepted: an integer >= 1"):
+            explained("a").text(width)
+
 
 def test_paths_and_reasons():
     layers = model()

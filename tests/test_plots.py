@@ -143,6 +143,20 @@ def test_panels_show_all_contenders_side_by_side(drawn):
     assert figure.axes[0].patches[-1].get_facecolor() == figure.axes[1].patches[-1].get_facecolor()
 
 
+def test_one_panel_is_a_picture_too(drawn):
+    (axes,) = drawn(lambda path: plots.bar_panels({"tokens per ms": {"twell": 2.0}}, path, **WORDS)).axes
+    assert heights(axes) == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("panels", "message"),
+    [({}, "0 panels of 0 names"), ({"speed": dict.fromkeys("abcde", 1.0)}, "1 panels of 5 names")],
+)
+def test_panels_that_cannot_be_drawn_are_refused(tmp_path, panels, message):
+    with pytest.raises(ValueError, match=f"panels: got {message}; accepted: a panel or more, of 1 to 4"):
+        plots.bar_panels(panels, tmp_path / "x.png", **WORDS)
+
+
 def test_a_gain_is_shown_beside_dense_and_a_missing_one_is_none(drawn):
     above, below = drawn(lambda path: plots.layer_gains([None, 0.5], [None, 0.5], path, **WORDS)).axes
     assert heights(above) == [0, 50]

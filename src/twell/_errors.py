@@ -98,10 +98,16 @@ def explained(error: ImportError) -> str:
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "_STATUS_ALLOC_FAILED")
 
 
+class OtherProcessError(RuntimeError):
+    """With the traceback of that process, whose words say nothing about memory."""
+
+
 def ran_out_of_memory(error: BaseException) -> bool:
     """Whether `error` says so, whoever raised it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
+    if isinstance(error, OtherProcessError):
+        return False
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from ._errors import reject
+from ._errors import reject, require_positive_int
 from ._html import table
 from ._interval import Interval, paired_gain
 from .activations import Activation
@@ -72,6 +72,8 @@ class Explanation(list[ExplainedLayer]):
 
     def text(self, width: int | None = None) -> str:
         """The table. width: a wider table loses columns; what they say follows in words where it can."""
+        if width is not None:
+            require_positive_int("width", width)
         if not self:
             return _NOTHING
         columns = {title: cells for title, *cells in zip(*self._rows(), strict=True)}

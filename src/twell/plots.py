@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import fill
 from typing import Any
 
-from ._errors import missing_extra
+from ._errors import missing_extra, reject
 
 INK = "#1f2933"
 MUTED = "#7b8794"
@@ -50,16 +50,19 @@ def bar_panels(
 ) -> None:
     """Draw panels side by side, each with a bar per name (panel -> name -> value); the last name stands out.
 
-    All panels have the same names.
+    All panels have the same names, at most four; there is at least one panel.
     """
-    names = list(next(iter(panels.values())))
+    names = list(next(iter(panels.values()), ()))
+    if not 1 <= len(names) <= 4:
+        reject("panels", f"{len(panels)} panels of {len(names)} names", "a panel or more, of 1 to 4 names")
     colours = [*("#c3cad3", "#8d99a8", "#5f6b7a")[: len(names) - 1], _COLOURS[0]]
     figure = figure_class()(figsize=(max(2.6 * len(panels), 7.6), 3.4), dpi=144, layout="constrained")
     heading = {"x": 0.012, "ha": "left", "va": "top", "parse_math": False}
     figure.suptitle(title, y=0.98, fontsize=13, fontweight="bold", color=INK, **heading)
     figure.text(y=0.9, s=subtitle, fontsize=9, color=MUTED, **heading)
     figure.get_layout_engine().set(rect=(0, 0, 1, 0.82))
-    for axes, (panel, values) in zip(figure.subplots(1, len(panels)), panels.items(), strict=True):
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (panel, values) in zip(every, panels.items(), strict=True):
         bars = axes.bar(names, [values[name] for name in names], color=colours, width=0.72)
         axes.bar_label(bars, [f"{values[name]:#.3g}".rstrip(".") for name in names], padding=3, fontsize=9)
         axes.set_title(panel, fontsize=9, color=INK)

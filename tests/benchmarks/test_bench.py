@@ -84,12 +84,13 @@ def test_inference(tables):
 
 
 def test_models_that_fire_other_numbers_of_neurons_are_others(tables):
-    dense, ours = (measured("forward", one, s) for one, s in (("dense-eager", 0.6), ("ours-compiled", 0.3)))
-    sparse = records("bench_inference", dense, ours)
-    active = {"sparsity": {"nnz": 1500.2}}
-    less = records("bench_inference", dense.plus(**active), ours.plus(**active, seconds=(0.6, 0.6)))
+    names = ("dense-eager", "dense-compiled", "ours-eager", "ours-compiled")
+    found = [measured("forward", one, 0.6) for one in names]
+    sparse = records("bench_inference", *found)
+    less = records("bench_inference", *(one.plus(sparsity={"nnz": 1500.2}) for one in found))
     write_records(tables.INFERENCE, [*sparse, *less])
-    assert [row.split(" | ")[1] for row in tables.forward().splitlines()[2:]] == ["24", "24", "1500", "1500"]
+    active = [row.split(" | ")[1] for row in tables.forward().splitlines()[2:]]
+    assert active == ["24"] * 4 + ["1500"] * 4
     with benchmark_modules("tables_headline") as (headline,):
         found = headline._latest_run(tables.INFERENCE, "forward")
     assert found["ours-compiled"].sparsity["nnz"] == 24.1
@@ -104,18 +105,32 @@ def test_the_headline_compares_like_with_like_in_the_newest_run(tables, monkeypa
         return [replace(record, date=date) for record in records("bench_inference", *of_it)]
 
     old, newest = run(1, measured("forward", "ours-compiled", 9)), run(2, *found)
-    without_ours = run(3, *found[:2])
-    write_records(tables.INFERENCE, [*old, *newest])
+    without_ours = run(3, *(one.plus(seconds=(7.0, 7.0), joules=(9e3,)) for one in found[:2]))
+    wrong = [one.plus(seconds=(0.1, 0.1)) for one in found]
+    doubtful = run(4, *wrong[:-1], wrong[-1].plus(details={**wrong[-1].details, "doubtful": 1}))
+    training = [
+        measured("step", name, s, batch=8) for name, s in zip(names, (0.8, 0.6, 0.5, 0.6, 0.4), strict=True)
+    ]
     with benchmark_modules("tables_headline") as (headline,):
         monkeypatch.setattr(headline, "tables_bench", tables)
-        rows = headline.headline().splitlines()[2:5]
-        assert rows == [
-            "| forward pass, 32 x 2,048 tokens | **1.50x** | **1.33x** |",
-            "| the same, against the best dense way | **1.25x** |  |",
-            "| its energy per token | -33% | -25% |",
-        ]
-        write_records(tables.INFERENCE, [*newest, *without_ours])
+        for later in ([], without_ours, doubtful):
+            write_records(tables.INFERENCE, [*old, *newest, *later])
+            assert headline.headline().splitlines()[2:5] == [
+                "| forward pass, 32 x 2,048 tokens | **1.50x** | **1.33x** |",
+                "| the same, against the best dense way | **1.25x** |  |",
+                "| its energy per token | -33% | -25% |",
+            ]
         assert headline.bars_data() == {}  # training was not measured
+        write_records(tables.TRAINING, records("bench_training", *training))
+        pace = headline.bars_data()["Forward pass, tokens per ms\n(more is better)"]
+        assert {name: round(value, 2) for name, value in pace.items()} == {
+            "PyTorch": 81.92,
+            "PyTorch, torch.compile": 109.23,
+            "twell, torch.compile": 163.84,
+        }
+        write_records(tables.INFERENCE, [*newest, *without_ours])
+        # Energy is that of the same run.
+        assert "| 2B, 24 active, forward | dense eager | **2.00x** | 2.00 to 2.00 | 0.50x |" in tables.gains()
 
 
 def test_what_computes_something_else_gains_nothing(tables):

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
+
+
+@pytest.fixture(scope="module")
+def _imported_objects_left_alone():
+    """Measuring collects garbage again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def small_bench(monkeypatch, _imported_objects_left_alone):
+    """`twell bench` builds a small model, quickly."""
+    from twell.measure import models
+
+    from .small_bench import SMALL
+
+    monkeypatch.setitem(models.PRESETS, "tiny", SMALL)
+    monkeypatch.setattr(models, "_SAMPLE", 512)
 
 
 @pytest.fixture(scope="module")

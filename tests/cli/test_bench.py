@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
-
 import pytest
 import torch
 
@@ -20,31 +17,11 @@ import twell.hf  # noqa: F401 - registers our models
 from twell.cli import bench_jobs
 from twell.cli.app import app
 from twell.measure import models, read_records
-from twell.measure.models import ModelSize
 
 from .light_job import seconds_by_seed
+from .small_bench import QUICK, SMALL, run
 
-SMALL = ModelSize(hidden=64, neurons=256, layers=2, vocabulary=300, positions=128, nnz=6)
-QUICK = ("--rounds", "2", "--energy-seconds", "0", "--device", "cpu")
-
-
-def run(*arguments: str):
-    return CliRunner().invoke(app, ["bench", *arguments], catch_exceptions=False)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _imported_objects_left_alone():
-    """Measuring collects garbage again and again."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def small_preset(monkeypatch):
-    monkeypatch.setitem(models.PRESETS, "tiny", SMALL)
-    monkeypatch.setattr(models, "_SAMPLE", 512)
+pytestmark = pytest.mark.usefixtures("small_bench")
 
 
 def test_inference_end_to_end(tmp_path):
@@ -172,6 +149,11 @@ def test_a_model_that_is_not_sparse(saved):
         (("inference", "--workload", "decode"), "workload: got 'decode'"),
         (("inference", "--contenders", "dense-eager,theirs"), "contenders: got 'theirs'"),
         (("inference", "--preset", "paper-3b"), "preset: got 'paper-3b'"),
+        (
+            ("inference", "--device", "cpu", "--workload", "generation", "--contenders", "ours-compiled"),
+            "contenders: got ours-compiled; accepted: of generation on this device: dense-eager, ours-eager",
+        ),
+        (("training", "--contenders", "dense-liger", "--device", "cpu"), "Liger's kernels need a GPU"),
         (("training", "--layers", "all"), "layers: got 'all'"),
         (("training", "--precision", "half"), "precision: got 'half'"),
         (("training", "--search", "--device", "cpu"), "--memory GIB on a CPU"),
@@ -260,60 +242,6 @@ def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
 
 
-def test_without_memory_a_contender_says_what_would_fit(tmp_path, monkeypatch):
-    """The dense model takes at most 3 sequences; ours takes all 8, and is measured."""
-    from transformers import LlamaForCausalLM
-
-    from twell.hf import SparseLlamaForCausalLM
-
-    stock = LlamaForCausalLM.forward
-
-    def limited(self, input_ids=None, **options):
-        if input_ids.shape[0] > 3 and not isinstance(self, SparseLlamaForCausalLM):
-            raise torch.OutOfMemoryError("out of memory")
-        return stock(self, input_ids=input_ids, **options)
-
-    limited.__signature__ = inspect.signature(stock)
-    monkeypatch.setattr(LlamaForCausalLM, "forward", limited)
-    out = tmp_path / "records.jsonl"
-    result = run("inference", "--shape", "8x16", "--workload", "forward", *QUICK, "--out", str(out))
-    assert result.exit_code == 0
-    assert "out of memory: 3 x 16 tokens would fit" in result.output
-    (ours,) = read_records(out)
-    assert ours.what.endswith("ours-eager")
-
-
-@pytest.mark.parametrize("checkpointing", ["off", "on"])
-def test_a_step_that_does_not_fit_says_what_would(tmp_path, monkeypatch, checkpointing):
-    """Ours takes at most 3 sequences, and lets go of what the step that broke off held."""
-    from twell.hf import SparseLlamaForCausalLM
-    from twell.measure.training import Step
-
-    loss, held = SparseLlamaForCausalLM.loss_function, []
-
-    def limited(self, *given, logits, **options):
-        if logits.shape[0] > 3:
-            held.append(self)
-            raise RuntimeError("CUDA error: out of memory")
-        return loss.fget(self)(*given, logits=logits, **options)
-
-    monkeypatch.setattr(
-        SparseLlamaForCausalLM, "loss_function", property(lambda self: lambda *a, **k: limited(self, *a, **k))
-    )
-    free = Step._free_after_failure
-    monkeypatch.setattr(Step, "_free_after_failure", lambda self: free(self) or held.append(self.model))
-    out = tmp_path / "records.jsonl"
-    sizes = ("--batch", "8", "--sequence-length", "16", "--checkpointing", checkpointing)
-    result = run("training", *sizes, *QUICK, "--out", str(out))
-    assert result.exit_code == 0
-    assert "out of memory: 3 x 16 tokens would fit" in result.output
-    (dense,) = read_records(out)
-    assert dense.what.endswith("dense-eager")
-    assert held
-    assert all(layer.mlp.last_stats is None for model in held for layer in model.model.layers)
-    assert all(parameter.grad is None for model in held for parameter in model.parameters())
-
-
 def generate_with_times(monkeypatch, out, *times: float):
     """times: how long calls take, two of each contender in a round: 18 tokens, then 16."""
     from twell.measure import inference
@@ -345,34 +273,6 @@ def test_noise_alone_is_no_measurement(tmp_path, monkeypatch):
     assert read_records(tmp_path / "records.jsonl") == []
 
 
-def test_memory_that_runs_out_while_tokens_are_timed_is_told(tmp_path, monkeypatch):
-    from twell.measure import inference
-
-    def perf_counter():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
-
-    monkeypatch.setattr(inference, "perf_counter", perf_counter)
-    sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
-    result = run("inference", *sizes, *QUICK)
-    assert "out of memory while contenders took turns; --contenders names fewer" in result.output
-
-
-def test_what_was_timed_is_kept_where_memory_runs_out_later(tmp_path, monkeypatch):
-    from twell.measure import contest
-
-    def recorded(contender):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
-
-    monkeypatch.setattr(contest, "_paths", recorded)
-    out = tmp_path / "records.jsonl"
-    result = run("inference", "--shape", "2x16", "--workload", "forward", *QUICK, "--out", str(out))
-    assert result.exit_code == 0
-    assert "ours-eager: no memory for one call more, so its share of sparse calls is not" in result.output
-    dense, ours = read_records(out)
-    assert [len(one.rounds[0]) for one in (dense, ours)] == [2, 2]
-    assert ours.details["peak_bytes"] > 0
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_rounds_before_an_interruption_are_kept(tmp_path, monkeypatch, processes):
     from twell.cli import bench
@@ -395,19 +295,6 @@ def test_rounds_before_an_interruption_are_kept(tmp_path, monkeypatch, processes
     assert len(counted) == 1
 
 
-def test_memory_that_runs_out_between_contenders_is_told(tmp_path, monkeypatch):
-    from twell.measure import contest
-
-    def compare(*given, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.")
-
-    monkeypatch.setattr(contest, "compare", compare)
-    out = tmp_path / "records.jsonl"
-    result = run("inference", "--shape", "2x16", "--workload", "forward", *QUICK, "--out", str(out))
-    assert "out of memory while contenders took turns; --contenders names fewer" in result.output
-    assert read_records(out) == []
-
-
 def test_a_models_usual_sequence_is_as_long_as_its_positions(saved, tmp_path):
     root, corpus = saved
     out = tmp_path / "records.jsonl"
@@ -418,6 +305,16 @@ def test_a_models_usual_sequence_is_as_long_as_its_positions(saved, tmp_path):
     assert ours.shape["sequence"] == min(positions, 256)
     with pytest.raises(ValueError, match=f"at most {positions}, the model's positions"):
         run("inference", str(root / "ours"), *arguments, *QUICK, "--shape", f"2x{positions + 1}")
+
+
+def test_tokens_are_compared_with_those_of_dense_only(tmp_path):
+    out = tmp_path / "records.jsonl"
+    sizes = ("--prompt-length", "4", "--new-tokens", "3", "--contenders", "ours-eager")
+    result = run("inference", *sizes, "--workload", "generation", *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "same tokens" not in result.output
+    (ours,) = read_records(out)
+    assert "same_tokens_as_dense" not in ours.details
 
 
 def test_nothing_is_captured_on_a_cpu():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from twell._errors import OtherProcessError, ran_out_of_memory
 from twell._interval import paired_gain
 from twell.measure import Record, read_records, write_records
 from twell.measure.contest import largest_that_fits
@@ -231,6 +232,27 @@ def test_the_state_of_the_gpu_is_that_of_all_processes():
     assert found == {"sm_clock_mhz": 1750, "temperature_c": 61, "energy_from": "NVML"}
 
 
+def test_a_contender_that_failed_in_the_first_process_has_what_the_others_measured():
+    dense = [measured("dense-eager", *[1.0] * 9, process=process) for process in range(2)]
+    state = {"idle_power_w": 80.0}
+    ours = [
+        measured("ours-eager", failure="out of memory", power=state),
+        measured(
+            "ours-eager",
+            *[0.5] * 9,
+            process=1,
+            joules=(3.0,),
+            power={**state, "sm_clock_mhz": 1900, "energy_from": "NVML"},
+        ),
+    ]
+    _, record = records_of("bench_inference", [*dense, *ours], source=source("cpu", None), seed=0)
+    assert (record.details["processes"], record.details["rounds"]) == (1, 9)
+    assert record.details["over/dense-eager"] == 2.0
+    assert [len(rounds) for rounds in record.rounds] == [0, 9]
+    assert record.hardware["sm_clock_mhz"] == 1900
+    assert record.hardware["energy_from"] == "NVML"
+
+
 def good(options, emit, say) -> None:
     say("working")
     emit(measured("dense-eager", float(options)))
@@ -244,6 +266,11 @@ def refuses(options, emit, say) -> None:
 def runs_out_of_memory(options, emit, say) -> None:
     emit(measured("dense-eager", 1.0))
     raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+def fails_and_speaks_of_memory(options, emit, say) -> None:
+    emit(measured("dense-eager", 1.0))
+    raise KeyError("a weight, after the cache ran out of memory")
 
 
 def dies(options, emit, say) -> None:
@@ -263,6 +290,7 @@ def test_a_process_of_its_own():
     [
         (refuses, ValueError, "batch: got 9; accepted: 8"),
         (runs_out_of_memory, torch.OutOfMemoryError, "ALLOC_FAILED"),
+        (fails_and_speaks_of_memory, OtherProcessError, "KeyError: 'a weight"),
         (dies, RuntimeError, "exit code 9; what it had measured is kept"),
     ],
 )
@@ -271,3 +299,8 @@ def test_what_a_process_measured_before_its_end_is_kept(job, kind, message):
     with pytest.raises(kind, match=message):
         run_apart(job, None, found.append, lambda text: None)
     assert len(found) == 1
+
+
+def test_the_words_of_another_process_say_nothing_about_memory():
+    assert not ran_out_of_memory(OtherProcessError("... CUDA out of memory ..."))
+    assert ran_out_of_memory(RuntimeError("... CUDA out of memory ..."))

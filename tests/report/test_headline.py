@@ -73,13 +73,42 @@ def test_what_lost_is_named_beside_what_won(tmp_path):
 
 @pytest.mark.parametrize(("rounds", "claim"), [(3, "Nothing measured here is surely"), (4, "A forward")])
 def test_few_rounds_prove_nothing(tmp_path, rounds, claim):
-    few = [dataclasses.replace(r, details={**r.details, "rounds": rounds}) for r in bench_records()]
+    few = [dataclasses.replace(r, rounds=[r.rounds[0][:rounds]]) for r in bench_records()]
     assert headline(tmp_path, few).claim.startswith(claim)
 
 
+def test_rounds_of_all_processes_count(tmp_path):
+    two = [dataclasses.replace(r, rounds=[r.rounds[0][:2], [], r.rounds[0][:3]]) for r in bench_records()]
+    found = headline(tmp_path, two)
+    assert found.claim.startswith("A forward")
+    assert " The 5 rounds: " in " ".join(found.notes)
+    noted = [
+        dataclasses.replace(r, rounds=[], details={**r.details, "rounds": 2, "processes": 2})
+        for r in bench_records()
+    ]  # of older records
+    assert " The 4 rounds: " in " ".join(headline(tmp_path, noted).notes)
+
+
+def test_a_comparison_with_fewer_dense_contenders_cannot_make_the_headline(tmp_path):
+    full = bench_records()
+    later = [
+        dataclasses.replace(r, date="2099-01-01T00:00:00+00:00")
+        for r in bench_records(**{"best-dense": 9.0})
+        if "best-dense" not in r.what
+    ]
+    for record in later:
+        for name in [name for name in record.details if "best-dense" in name]:
+            del record.details[name]
+    assert headline(tmp_path, later).claim.endswith("2.00x as fast as dense eager.")
+    assert headline(tmp_path, [*full, *later]).claim.endswith("1.50x as fast as best dense.")
+
+
 def test_bounds_say_what_they_are(tmp_path):
-    def notes(**details) -> str:
-        some = [dataclasses.replace(r, details={**r.details, **details}) for r in bench_records()]
+    def notes(rounds=6, **details) -> str:
+        some = [
+            dataclasses.replace(r, rounds=[r.rounds[0][:rounds]], details={**r.details, **details})
+            for r in bench_records()
+        ]
         return " ".join(headline(tmp_path, some).notes)
 
     bounds = {"over/best-dense/low": 1.25, "over/best-dense/high": 1.75}

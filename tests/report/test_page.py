@@ -10,13 +10,14 @@ from html.parser import HTMLParser
 
 import pytest
 
+from twell.measure import write_records
 from twell.profiling import read_profile
 from twell.report import Inputs, make_report, read_inputs
 from twell.report.document import HeatMap
 from twell.report.heat_map import LEVELS, heat_map, level
 from twell.report.run_sections import run_sections
 
-from .conftest import STRANGE
+from .conftest import STRANGE, bench_records
 
 VOID = {"meta", "link", "br"}
 
@@ -66,6 +67,20 @@ def test_every_section_is_there_and_linked(page):
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
     assert len(set(ids)) == len(ids)
     assert links == [f"#{name}" for name in ids]
+
+
+def test_sections_that_would_be_called_alike_are_told_apart(tmp_path):
+    some = bench_records()
+    elsewhere = [dataclasses.replace(r, hardware={**r.hardware, "cpu": "Another CPU"}) for r in some]
+    half = [dataclasses.replace(r, shape={**r.shape, "dtype": "bfloat16"}) for r in some]
+    more = [dataclasses.replace(r, date="2099-01-01T10:00:00+00:00") for r in some if "best" not in r.what]
+    write_records(tmp_path / "bench.jsonl", [*more, *some, *elsewhere, *half])
+    titles = [s.title for s in make_report([tmp_path / "bench.jsonl"]).sections]
+    forward = [title for title in titles if title.startswith("Forward pass: ")]
+    assert len(set(forward)) == len(forward) == 4
+    assert any(title.endswith(", bfloat16") for title in forward)
+    assert any("Another CPU" in title for title in forward)
+    assert any("2099-01-01" in title for title in forward)
 
 
 def test_the_papers_figures_are_there(page):

@@ -57,7 +57,7 @@ def run_inference(
     dtype: str,
     **shared: Any,
 ) -> None:
-    from ..measure.inference import CONTENDERS, FORWARD
+    from ..measure.inference import CONTENDERS, FORWARD, generation_contenders
 
     device = _device(shared.pop("device"))
     gpu = device.startswith("cuda")
@@ -76,16 +76,24 @@ def run_inference(
         dtype = "bfloat16" if gpu else "float32"
     for one in workload:
         require_choice("workload", one, WORKLOADS)
+    known, default = (CONTENDERS, CONTENDERS) if gpu else (list(FORWARD), _eager(FORWARD))
+    compared = _contenders(contenders, known, default)
+    by_workload = {"forward": FORWARD, "generation": generation_contenders(torch.device(device))}
+    running = [one for one in WORKLOADS if by_workload[one].keys() & set(compared)]
+    for one in workload:
+        if one not in running:
+            accepted = f"of {one} on this device: {', '.join(by_workload[one])}"
+            reject("contenders", ", ".join(compared), accepted)
     options = InferenceOptions(
         preset=chosen,
         layers=layers,
         nnz=nnz,
-        contenders=_contenders(contenders, *((CONTENDERS,) * 2 if gpu else (list(FORWARD), _eager(FORWARD)))),
+        contenders=compared,
         device=device,
         model=model,
         text=tuple(text),
         dtype=dtype,
-        workloads=tuple(workload) or WORKLOADS,
+        workloads=tuple(workload or running),
         shapes=tuple(map(_shape, shape)),
         prompts=tuple(prompts) or (1,),
         prompt_length=prompt_length or (128 if gpu else 16),
@@ -109,7 +117,7 @@ def run_training(
     memory: float | None,
     **shared: Any,
 ) -> None:
-    from ..measure.training import CONTENDERS, DEFAULT, PRECISIONS
+    from ..measure.training import CONTENDERS, DEFAULT, PRECISIONS, require_contenders
 
     device = _device(shared.pop("device"))
     gpu = device.startswith("cuda")
@@ -120,11 +128,13 @@ def run_training(
         reject("layers", repr(layers), "a number above 0, or auto")
     if search and memory is None and not gpu:
         reject("search", "no limit of memory", "--memory GIB on a CPU, whose system would swap first")
+    compared = _contenders(contenders, CONTENDERS, DEFAULT if gpu else _eager(DEFAULT))
+    require_contenders(compared, device)
     options = TrainingOptions(
         preset=_preset(preset, gpu),
         layers=None if layers == "auto" else int(layers),
         nnz=nnz,
-        contenders=_contenders(contenders, CONTENDERS, DEFAULT if gpu else _eager(DEFAULT)),
+        contenders=compared,
         device=device,
         batch=batch or (8 if gpu else 2),
         sequence=sequence_length or (2048 if gpu else 128),

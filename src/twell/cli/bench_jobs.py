@@ -106,14 +106,14 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
     name = options.preset or short_name(str(options.model))
     if "forward" in options.workloads:
         chosen = [one for one in FORWARD if one in options.contenders]
-        for batch, sequence in shapes if chosen else ():
+        for batch, sequence in shapes:
             ids, origin = tokens(batch, sequence)
             calibrated = options.preset is not None
             given = Batch(ids=ids, origin=origin)
             bench_forward(pair, name, given, chosen, setting, calibrated=calibrated)
     if "generation" in options.workloads:
         chosen = [one for one in generation_contenders(setting.device) if one in options.contenders]
-        for batch in options.prompts if chosen else ():
+        for batch in options.prompts:
             ids, origin = tokens(batch, options.prompt_length)
             bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
 

@@ -125,7 +125,7 @@ def _title(group: list[Merged]) -> str:
 def _notes(group: list[Merged]) -> list[str]:
     """What a reader has to know of the columns."""
     lines = []
-    details = group[0].first.details
+    details = {name: value for one in group[::-1] for name, value in one.first.details.items()}
     if group[0].first.workload == "forward" and "against_float32" in details:
         wider = "float64" if group[0].first.shape["dtype"] == "float32" else "float32"
         against = f"the same model in {wider}" if details["against_float32"] else "dense eager"
@@ -137,9 +137,11 @@ def _notes(group: list[Merged]) -> list[str]:
         from ..measure.inference import FIRST_TOKENS  # not before: it imports torch's compiler
 
         timed = group[0].first.shape["new_tokens"]
+        compared = [one.first.contender for one in group if one.detail("same_tokens_as_dense") is not None]
+        stock = next(name for name in compared if name.startswith("dense")).replace("-", " ")
         lines.append(
             f"timed are the last {timed} of {FIRST_TOKENS + timed} new tokens, without the prompt; same "
-            "tokens: as dense eager's (after a first difference, which rounding can make, all may differ; "
+            f"tokens: as {stock}'s (after a first difference, which rounding can make, all may differ; "
             f"equal until then: {_figures(group, 'same_until', '.0f')})"
         )
         noisy = group[0].detail("noisy_rounds")

@@ -232,7 +232,10 @@ def _time(console: Console, pair: ModelPair, batch: Batch) -> tuple[dict[str, fl
         ("generation", "model, token by token"),
     ):
         dense, ours = merge(one for one in found.values() if one.workload == workload)
-        rows.append((title, median(dense.seconds), median(ours.seconds), ours.gain))
+        if ours.gain is None:
+            console.print(f"Not timed: {title}: {ours.failure or dense.failure}.", style="yellow", **_PLAIN)
+        else:
+            rows.append((title, median(dense.seconds), median(ours.seconds), ours.gain))
     table = Table("", "dense", "sparse", "speed-up", "95%")
     for title, theirs, mine, gain in rows:
         interval = f"{gain.low:.2f} to {gain.high:.2f}"

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from .processes import NOTE
 from .results import Measured
 from .timing import compare
 
+T = TypeVar("T")
 _SLOW_INTERVAL = 0.1  # seconds between readings while calls are timed
 _MOST_NOISY = 10  # rounds that count for nothing, until it is given up
 _WINDOWS = 2  # of energy for each contender, in turn and back
@@ -76,6 +77,17 @@ class Setting:
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def unless_memory_runs_out(self, call: Callable[[], T]) -> T | None:
+        """The result of `call`, None where memory runs out; what it held is free again."""
+        try:
+            result = call()
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+            result = None
+        self.release()  # not before: the error holds what its frames held
+        return result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,9 +190,9 @@ def run_contest(
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
-            setting.say(f"{NOTE}{one.name}: no memory for one call more, so its {what} is not known")
-            setting.release()
-            return None
+        setting.release()  # not before: the error holds what its frames held
+        setting.say(f"{NOTE}{one.name}: no memory for one call more, so its {what} is not known")
+        return None
 
     running = [one for one in contenders if one.failure is None]
     for failed in contenders:
@@ -188,16 +200,22 @@ def run_contest(
             emit(failed)
     if not running:
         return
+    state: dict[str, Any] | None = None
     try:
         state = _time(running, workload, setting, samples, emit, take_round)
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        state = {}
-        for one in running:
-            samples[one.name].clear()
-            one.failure = "out of memory while contenders took turns; --contenders names fewer"
-        setting.release()
+    if state is None:
+        setting.release()  # not before: the error holds what its frames held
+        state = _state(setting)
+        failure = "out of memory while contenders took turns; --contenders names fewer"
+        rounds = len(samples[running[0].name])
+        if rounds:
+            setting.say(f"{NOTE}{workload.title}: {failure}. {rounds} of {setting.rounds} rounds count")
+        else:
+            for one in running:
+                one.failure = failure
     for one in running:
         power[one.name] = state
         emit(one)
@@ -267,10 +285,13 @@ def _time(
         if not taken:
             one.failure = f"{noisy} rounds in a row took times that vary by more than what is measured"
     power: Power | None = None if source is None else mean_power(readings, source.counter)
-    state = gpu_state(setting.device) if setting.device.type == "cuda" else {}
     entries = {} if power is None else power.entries()
     entries.pop("energy_from", None)  # of rounds with all contenders; each has energy of its own
-    return {**state, **entries}
+    return {**_state(setting), **entries}
+
+
+def _state(setting: Setting) -> dict[str, Any]:
+    return gpu_state(setting.device) if setting.device.type == "cuda" else {}
 
 
 def _one_call_each(running: Sequence[Contender], turn: int, device: torch.device) -> dict[str, float]:

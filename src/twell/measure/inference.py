@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import reference
-from .._errors import ran_out_of_memory, reject
+from .._errors import reject
 from .._interval import ENOUGH_ROUNDS
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
@@ -125,9 +125,8 @@ def bench_forward(
         for one in contenders:
             if one == "best-dense":
                 found = _best_dense(pair, run, setting, calibrated)
-                if found is None:
-                    failure = "none of the dense ways fits"
-                    contender = Contender(name=one, meaning=FORWARD[one], call=lambda: None, failure=failure)
+                if isinstance(found, str):
+                    contender = Contender(name=one, meaning=FORWARD[one], call=lambda: None, failure=found)
                 else:
                     contender, models[one] = found
             else:
@@ -143,8 +142,9 @@ def bench_forward(
                 eager = pair.sparse if contender.sparse else pair.dense
                 ready(contender, setting, what_fits(eager))
             running.append(contender)
-        setting.say(f"{workload.title}: comparing logits")
-        _compare_logits(running, models, pair, ids, run, setting)
+        if any(one.failure is None for one in running):
+            setting.say(f"{workload.title}: comparing logits")
+            _compare_logits(running, models, pair, ids, run, setting)
         run_contest(running, workload, setting)
     models.clear()
     setting.release()
@@ -159,16 +159,12 @@ def _logits(model: nn.Module, ids: Tensor, keep: int) -> Tensor:
 
 def fitting_batch(call: Callable[[int], object], sequences: int, length: int, setting: Setting) -> str:
     def fits(count: int) -> bool:
-        try:
+        def attempt() -> bool:
             call(count)
             setting.wait()
-        except RuntimeError as error:
-            if not ran_out_of_memory(error):
-                raise
-            return False
-        finally:
-            setting.release()
-        return True
+            return True
+
+        return bool(setting.unless_memory_runs_out(attempt))
 
     found = largest_that_fits(fits, max(sequences // 2, 1), sequences - 1) if sequences > 1 else 0
     return f"{found} x {length} tokens would fit" if found else f"not even 1 x {length} tokens fit"
@@ -176,20 +172,16 @@ def fitting_batch(call: Callable[[int], object], sequences: int, length: int, se
 
 def _best_dense(
     pair: ModelPair, run: Callable[[nn.Module], Tensor], setting: Setting, calibrated: bool
-) -> tuple[Contender, nn.Module] | None:
-    """The fastest of the dense ways, warmed up; says which."""
+) -> tuple[Contender, nn.Module] | str:
+    """The fastest of the dense ways, warmed up; says which. A string: why there is none."""
     candidates: dict[str, tuple[Contender, nn.Module]] = {}
     for way, (meaning, build) in (
         (name, (way.meaning, way.build))
         for name, way in dense_ways(pair.dense, pair.sparse, all_active=calibrated).items()
     ):
-        try:
-            model = build()
-        except RuntimeError as error:
-            if not ran_out_of_memory(error):
-                raise
+        model = setting.unless_memory_runs_out(build)
+        if model is None:
             setting.say(f"{NOTE}best dense: {way} does not fit")
-            setting.release()
             continue
         contender = Contender(
             name="best-dense",
@@ -202,9 +194,13 @@ def _best_dense(
         if ready(contender, setting):
             candidates[way] = contender, model
     if not candidates:
-        return None
+        return "none of the dense ways fits"
     calls = {way: contender.call for way, (contender, _) in candidates.items()}
-    timings = compare(calls, device=setting.device, warmup=0, repetitions=4, calls_per_sample=1)
+    timings = setting.unless_memory_runs_out(
+        lambda: compare(calls, device=setting.device, warmup=0, repetitions=4, calls_per_sample=1)
+    )
+    if timings is None:
+        return "out of memory while the dense ways took turns"
     best = min(timings, key=lambda way: timings[way].median)
     times = ", ".join(f"{way} {timing.median * 1e3:.1f} ms" for way, timing in timings.items())
     setting.say(f"{NOTE}best dense is {best} ({times})")
@@ -214,7 +210,6 @@ def _best_dense(
     return contender, model
 
 
-@torch.no_grad()
 def _compare_logits(
     running: list[Contender],
     models: dict[str, nn.Module],
@@ -224,16 +219,38 @@ def _compare_logits(
     setting: Setting,
 ) -> None:
     """Each contender's logits against those of the stock model in float32 (of float32: float64), on the last
-    positions of some sequences, from a call of the timed shape; where that does not fit, dense eager's."""
-    some, keep = slice(_COMPARED_SEQUENCES), min(_COMPARED, ids.shape[1])
+    positions of some sequences, from a call of the timed shape; where that does not fit, dense eager's.
+
+    Logits of many positions take more memory than the timed call: where it is short, one position will do.
+    """
+    alive = [one for one in running if one.failure is None and "all neurons active" not in one.meaning]
+    for keep in dict.fromkeys((min(_COMPARED, ids.shape[1]), 1)):
+        compared = setting.unless_memory_runs_out(
+            lambda keep=keep: _compare_positions(alive, models, pair, ids, run, setting, keep)
+        )
+        if compared:
+            return
+    setting.say(f"{NOTE}logits are not compared: that does not fit")
+
+
+@torch.no_grad()
+def _compare_positions(
+    alive: list[Contender],
+    models: dict[str, nn.Module],
+    pair: ModelPair,
+    ids: Tensor,
+    run: Callable[..., Tensor],
+    setting: Setting,
+    keep: int,
+) -> bool:
+    some = slice(_COMPARED_SEQUENCES)
     exact = _wider_logits(pair.dense, ids[some], keep, setting)
     wide = exact is not None
     if exact is None:
         exact = run(pair.dense, ids[some], keep).float()
-    stock = run(pair.dense, ids if _ran(running, "dense-eager") else ids[some], keep)[some].float()
-    for one in running:
-        if one.failure is not None or "all neurons active" in one.meaning:
-            continue
+    dense_runs = any(one.name == "dense-eager" for one in alive)
+    stock = run(pair.dense, ids if dense_runs else ids[some], keep)[some].float()
+    for one in alive:
         found = stock if one.name == "dense-eager" else run(models[one.name], ids, keep)[some].float()
         one.error = reference.relative_error(found, exact)
         one.details |= {
@@ -245,11 +262,7 @@ def _compare_logits(
         if wide:
             most = max(_DOUBTFUL * reference.relative_error(stock, exact), _ROUNDED)
             doubt(one, "logits", one.error, most, setting)
-    setting.release()
-
-
-def _ran(running: list[Contender], name: str) -> bool:
-    return any(one.name == name and one.failure is None for one in running)
+    return True
 
 
 def _wider_logits(dense: nn.Module, ids: Tensor, keep: int, setting: Setting) -> Tensor | None:
@@ -257,14 +270,7 @@ def _wider_logits(dense: nn.Module, ids: Tensor, keep: int, setting: Setting) ->
     free = free_bytes(setting.device)
     if free is not None and free < 1.5 * wider.itemsize * sum(p.numel() for p in dense.parameters()):
         return None
-    try:
-        return _logits(copy.deepcopy(dense).to(wider), ids, keep)
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        return None
-    finally:
-        setting.release()
+    return setting.unless_memory_runs_out(lambda: _logits(copy.deepcopy(dense).to(wider), ids, keep))
 
 
 def bench_generation(
@@ -304,7 +310,13 @@ def bench_generation(
     def what_fits(model: nn.Module) -> Callable[[], str]:
         def generate(count: int) -> None:
             with torch.no_grad():
-                model.generate(ids[:count], max_new_tokens=1, do_sample=False, pad_token_id=0)
+                model.generate(
+                    ids[:count],
+                    max_new_tokens=FIRST_TOKENS + new_tokens,
+                    do_sample=False,
+                    eos_token_id=[],
+                    pad_token_id=0,
+                )
 
         return lambda: fitting_batch(generate, sequences, prompt, setting)
 
@@ -334,9 +346,9 @@ def bench_generation(
         if ready(contender, setting, what_fits(model)):
             outputs[one] = found[one]
         running.append(contender)
-    stock = outputs.get("dense-eager", next(iter(outputs.values()), None))
+    stock = next((outputs[name] for name in outputs if name.startswith("dense")), None)
     for one in running:
-        if one.name in outputs:
+        if one.name in outputs and stock is not None:
             same = (outputs[one.name] == stock)[:, prompt:].double()
             one.details["same_tokens_as_dense"] = same.mean().item()
             one.details["same_until"] = same.cumprod(1).sum(1).mean().item()

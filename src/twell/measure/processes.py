@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._errors import ran_out_of_memory
+from .._errors import OtherProcessError, ran_out_of_memory
 from .results import Measured
 
 Emit = Callable[[Measured], None]
@@ -40,7 +40,7 @@ def run_apart(job: Job, options: Any, emit: Emit, say: Say) -> None:
             if kind == "memory":
                 raise torch.OutOfMemoryError(content)
             if kind == "failed":
-                raise RuntimeError(f"a measuring process failed:\n{content}")
+                raise OtherProcessError(f"a measuring process failed:\n{content}")
             (emit if kind == "measured" else say)(content)
     except EOFError:
         process.join()

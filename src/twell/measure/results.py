@@ -79,7 +79,8 @@ class Merged:
 
     @property
     def first(self) -> Measured:
-        return self.processes[0]
+        """Of the first process in which it ran, if it ran in any."""
+        return next((one for one in self.processes if one.seconds), self.processes[0])
 
     @property
     def failure(self) -> str | None:
@@ -112,7 +113,7 @@ class Merged:
     def power(self) -> dict[str, Any]:
         """Means over processes; the highest temperature."""
         entries: dict[str, Any] = {}
-        for name, value in self.first.power.items():
+        for name, value in {n: v for m in self.processes[::-1] for n, v in m.power.items()}.items():
             found = [m.power[name] for m in self.processes if m.power.get(name) is not None]
             if name == "temperature_c":
                 value = max(found, default=value)
@@ -233,7 +234,7 @@ def _details(one: Merged) -> dict[str, float]:
     names = {name: None for measured in one.processes for name in measured.details}
     details = {
         "tokens": one.first.tokens,
-        "processes": len(one.processes),
+        "processes": sum(bool(m.seconds) for m in one.processes) or len(one.processes),
         "rounds": len(one.first.seconds),
         **{name: one.detail(name) for name in names},
     }

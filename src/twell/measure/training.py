@@ -5,6 +5,8 @@ The dense models are stock: no L1 term, no statistics. Ours has both, as the rec
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -82,6 +84,16 @@ class TrainingCase:
         return torch.randint(self.size.vocabulary, shape, generator=generator).to(self.device)
 
 
+def require_contenders(names: Sequence[str], device: str) -> None:
+    """Refuse contenders that cannot run here."""
+    if "dense-liger" not in names:
+        return
+    if not device.startswith("cuda"):
+        reject("contenders", "dense-liger on a CPU", "others: Liger's kernels need a GPU")
+    if not has_liger():
+        reject("contenders", "dense-liger", "an environment with liger-kernel: pip install liger-kernel")
+
+
 class Trained:
     """A pair of models with an optimiser each."""
 
@@ -125,10 +137,6 @@ class Trained:
         ours = contender.startswith("ours")
         model = shared_twin(self.pair.sparse if ours else self.pair.dense)
         if contender == "dense-liger":
-            if not has_liger():
-                reject(
-                    "contenders", "dense-liger", "an environment with liger-kernel: pip install liger-kernel"
-                )
             model = with_liger(self.pair.dense)
         if checkpointing:
             enable_checkpoints(model)
@@ -159,23 +167,29 @@ class Step:
         self._fused_loss = getattr(model, "fused_loss", None)
 
     def __call__(self) -> Tensor:
-        try:
+        with self._freed_after_failure():
             loss = self._forward()
             loss.backward()
             self._optimiser.step()
-        except BaseException:
-            self._free_after_failure()
-            raise
         self._optimiser.zero_grad(set_to_none=True)
         return loss.detach()
 
-    def _free_after_failure(self) -> None:
-        """Free what an interrupted step holds: gradients, and the graph behind the blocks' L1."""
+    @contextmanager
+    def _freed_after_failure(self) -> Iterator[None]:
+        """Frees what an interrupted step holds: gradients, the graph behind the blocks' L1, and moments of
+        AdamW that came without their twin, which no later step could use."""
         from ..hf import sparse_mlps
 
-        self._optimiser.zero_grad(set_to_none=True)
-        for mlp in sparse_mlps(self.model):
-            mlp.last_stats = None
+        try:
+            yield
+        except BaseException:
+            self._optimiser.zero_grad(set_to_none=True)
+            for mlp in sparse_mlps(self.model):
+                mlp.last_stats = None
+            states = self._optimiser.state
+            for parameter in [one for one, state in states.items() if "exp_avg_sq" not in state]:
+                del states[parameter]
+            raise
 
     def _forward(self) -> Tensor:
         ids = self._ids
@@ -191,7 +205,8 @@ class Step:
             lambda module, given, output: found.append(output.last_hidden_state.detach())
         )
         try:
-            self._forward()
+            with self._freed_after_failure():
+                self._forward()
         finally:
             hook.remove()
         return found[0]
@@ -258,9 +273,16 @@ def _what_fits(trained: Trained, contender: str, checkpointing: bool, setting: S
     case, eager = trained.case, "ours-eager" if contender.startswith("ours") else "dense-eager"
 
     def step(sequences: int) -> None:
-        trained.step(eager, case.ids(sequences), checkpointing)()
+        one_step = trained.step(eager, case.ids(sequences), checkpointing)
+        for _ in range(_steps_until_sparse(eager)):
+            one_step()
 
     return fitting_batch(step, case.batch, case.sequence, setting)
+
+
+def _steps_until_sparse(contender: str) -> int:
+    """Steps until the memory of one is that of all later ones: our layers begin dense."""
+    return 3 if contender.startswith("ours") else 1
 
 
 def layers_that_fit(case: TrainingCase, setting: Setting) -> int:
@@ -319,7 +341,7 @@ def largest_micro_batch(
         step = None
         try:
             step = trained.step(contender, case.ids(batch), checkpointing)
-            for _ in range(3 if ours else 1):  # until layers train sparse
+            for _ in range(_steps_until_sparse(contender)):
                 step()
             setting.wait()
             if memory is None:

@@ -8,7 +8,7 @@ from .._interval import MEANING
 from ..measure.records import Record
 from .chart import Bar, Bars
 from .document import Block, Figure, Figures, Paragraph, Section, Table
-from .record_names import comparison, contender, counted_on, is_bench, short_model, size_of
+from .record_names import comparison, contender, counted_on, is_bench, rounds_of, short_model, size_of
 from .wording import gigabytes, optional, seconds, share, short, times
 
 _TITLES = {
@@ -24,15 +24,35 @@ def bench_sections(records: Sequence[Record]) -> Iterator[Section]:
     groups: dict[tuple, list[Record]] = {}
     for record in filter(is_bench, records):
         groups.setdefault(comparison(record), []).append(record)
-    for number, group in enumerate(groups.values()):
+    titles = _titles([group[0] for group in groups.values()])
+    for number, (title, group) in enumerate(zip(titles, groups.values(), strict=True)):
         first = group[0]
-        kind = _TITLES.get(first.what.split("/")[1], first.what)
-        title = f"{kind}: {_told_apart(first)}"
         if first.unit == "s":
             yield Section(title, [*_timed(group, f"bench-{number}")])
         else:
             rows = [(contender(r), f"{r.value:.0f}", str(r.shape.get("meaning", ""))) for r in group]
             yield Section(title, [Table(("", first.unit, "what it is"), rows, left=(0, 2))])
+
+
+def _titles(firsts: Sequence[Record]) -> list[str]:
+    """One for each comparison; where some are equal, what else tells them apart is added."""
+    titles = [f"{_TITLES.get(r.what.split('/')[1], r.what)}: {_told_apart(r)}" for r in firsts]
+    for distinction in (
+        lambda r: str(r.shape.get("precision", r.shape.get("dtype", ""))),
+        lambda r: str(r.hardware.get("gpu") or r.hardware.get("cpu")),
+        lambda r: str(r.shape.get("text", "")),
+        lambda r: r.date[:10],
+        lambda r: r.date[11:16],
+        lambda r: f"commit {r.commit}",
+    ):
+        words: dict[str, set[str]] = {}
+        for title, record in zip(titles, firsts, strict=True):
+            words.setdefault(title, set()).add(distinction(record))
+        titles = [
+            f"{title}, {distinction(record)}" if len(words[title]) > 1 else title
+            for title, record in zip(titles, firsts, strict=True)
+        ]
+    return titles
 
 
 def _told_apart(record: Record) -> str:
@@ -121,7 +141,7 @@ def _gain(record: Record) -> str:
 
 def _conditions(group: list[Record]) -> str:
     record = group[-1]
-    shape, details = record.shape, record.details
+    shape = record.shape
     parts = [f"{shape['layers']} layers" if "layers" in shape else ""]
     parts += [f"{name} {shape[name]:,}" for name in ("D", "H", "vocabulary") if name in shape]
     parts.append(str(shape.get("precision", shape.get("dtype", ""))))
@@ -136,7 +156,7 @@ def _conditions(group: list[Record]) -> str:
         parts.append("weights built to be this sparse, random tokens")
     else:
         parts.append(f"real {text}")
-    rounds = int(details.get("rounds", 0) * details.get("processes", 1))
+    rounds = rounds_of(record)
     timed = f" Medians of {rounds} interleaved rounds." if rounds else ""
     return f"{', '.join(part for part in parts if part)}.{timed}"
 

@@ -24,6 +24,8 @@ from .record_names import (
     is_block,
     is_real,
     is_whole_model,
+    rounds_of,
+    workload,
 )
 from .sweep import base_run, sparsest_good
 from .wording import change, counted, exponent, gigabytes, listed, share, short, times, width_note
@@ -141,7 +143,10 @@ def _counts(records: Sequence[Record]) -> Iterable[str]:
 
 
 def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
+    weaker = _with_fewer_rivals(records)
     for record in records:
+        if is_bench(record) and comparison(record) in weaker:
+            continue
         if record.unit != "s" or not (is_whole_model(record) or is_block(record)):
             continue
         if record.details.get("doubtful"):  # it computes something else
@@ -161,10 +166,25 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             described(record),
             name.replace("-", " ") if "/" not in name else name,
             _conditions(record),
-            _rounds(record),
+            rounds_of(record),
             width_note(record.shape.get("D"), record.shape.get("H")),
             tuple(_beside(record, records, name)),
         )
+
+
+def _with_fewer_rivals(records: Sequence[Record]) -> set[tuple]:
+    """Comparisons that say less than another one of the same workload, which had more dense contenders."""
+    rivals: dict[tuple, dict[tuple, set[str]]] = {}  # workload -> comparison -> dense contenders
+    for record in filter(is_bench, records):
+        dense = rivals.setdefault(workload(record), {}).setdefault(comparison(record), set())
+        if not is_whole_model(record):
+            dense.add(contender(record))
+    return {
+        some
+        for same in rivals.values()
+        for some, fewer in same.items()
+        if any(fewer < more for more in same.values())
+    }
 
 
 def gain_over_fastest(record: Record) -> tuple[str, float | None, float, float]:
@@ -180,12 +200,6 @@ def gain_over_fastest(record: Record) -> tuple[str, float | None, float, float]:
         return name, others[name], low, high
     ratio = record.ratio
     return record.baseline or "", ratio, ratio or 0.0, ratio or 0.0
-
-
-def _rounds(record: Record) -> int | None:
-    """Of the process that bounds the gain."""
-    rounds = record.details.get("rounds")
-    return None if rounds is None else int(rounds)
 
 
 def _conditions(record: Record) -> str:

@@ -80,6 +80,14 @@ def comparison(record: Record) -> tuple:
     return *workload(record), record.date, record.commit
 
 
+def rounds_of(record: Record) -> int | None:
+    """Of all processes; None where nobody noted them."""
+    if record.rounds:
+        return sum(map(len, record.rounds))
+    rounds = record.details.get("rounds")
+    return None if rounds is None else round(rounds * record.details.get("processes", 1))
+
+
 def contender(record: Record) -> str:
     return record.what.rsplit("/", 1)[-1].replace("-", " ")
 
