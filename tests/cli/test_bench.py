@@ -322,6 +322,16 @@ def test_nothing_is_captured_on_a_cpu():
         run("inference", *QUICK, "--contenders", "dense-eager,ours-captured")
 
 
+@pytest.mark.parametrize("command", ["inference", "training"])
+def test_the_help_names_every_contender(command):
+    from twell.cli.bench_options import _CONTENDERS
+    from twell.measure import inference, training
+
+    named = {"inference": inference.CONTENDERS, "training": training.CONTENDERS}[command]
+    said = _CONTENDERS[command].help
+    assert all(name in said for name in named)
+
+
 def test_bench_without_arguments_shows_its_commands():
     result = run()
     assert "inference" in result.output

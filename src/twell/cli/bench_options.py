@@ -15,7 +15,17 @@ _PRESET = Option(
     help="tiny, small, paper-0.5b, paper-1b, paper-1.5b or paper-2b. Default: paper-2b, tiny on a CPU.",
     show_default=False,
 )
-_CONTENDERS = Option(help="Contenders, separated by commas. Default: all, without compiled ones on a CPU.")
+_CONTENDERS = {
+    "inference": Option(
+        help="Separated by commas: dense-eager, dense-compiled, best-dense, ours-eager, ours-compiled; of "
+        "generation dense-eager, dense-captured, ours-captured, on a CPU dense-eager, ours-eager. Default: "
+        "all, on a CPU the eager ones."
+    ),
+    "training": Option(
+        help="Separated by commas: dense-eager, dense-compiled, dense-autotuned, dense-liger, ours-eager, "
+        "ours-compiled. Default: all but dense-autotuned and dense-liger, on a CPU the eager ones."
+    ),
+}
 _NNZ = Option(min=0, help="Active neurons per token to build every layer with. Default: the paper's.")
 _DEVICE = Option(help="cuda, cuda:1 or cpu. Default: the GPU if there is one.", show_default=False)
 _ROUNDS = Option(min=1, help="Interleaved rounds. Default: 9, on a CPU 6.", show_default=False)
@@ -46,7 +56,7 @@ def bench_inference(
     workload: Annotated[
         list[str] | None, Option(help="forward or generation; may be repeated. Default: both.")
     ] = None,
-    contenders: Annotated[list[str] | None, _CONTENDERS] = None,
+    contenders: Annotated[list[str] | None, _CONTENDERS["inference"]] = None,
     layers: Annotated[int | None, Option(min=1, help="Layers of the preset. Default: all.")] = None,
     nnz: Annotated[float | None, _NNZ] = None,
     prompts: Annotated[
@@ -116,7 +126,7 @@ def bench_training(
         ),
     ] = None,
     checkpointing: Annotated[str, Option(help="Activation checkpointing: off, on or both.")] = "both",
-    contenders: Annotated[list[str] | None, _CONTENDERS] = None,
+    contenders: Annotated[list[str] | None, _CONTENDERS["training"]] = None,
     search: Annotated[bool, Option("--search", help="Search for the largest micro-batch that fits.")] = False,
     memory: Annotated[
         float | None, Option(min=0.001, help="GiB that the search may fill. Default: all of the GPU's.")
