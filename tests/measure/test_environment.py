@@ -130,7 +130,7 @@ def test_driver_is_a_version_or_none():
 
 def test_versions():
     found = versions()
-    assert set(found) == {"python", "torch", "triton", "twell", "platform"}
+    assert set(found) == {"python", "torch", "triton", "transformers", "twell", "platform"}
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["torch"] == torch.__version__
     assert type(found["torch"]) is str

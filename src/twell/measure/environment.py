@@ -59,11 +59,12 @@ def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float 
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch, triton (None if absent), twell and the platform."""
+    """Versions of Python, torch, triton and transformers (None if absent), twell and the platform."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "triton": _installed_version("triton") or _installed_version("pytorch-triton"),
+        "transformers": _installed_version("transformers"),
         "twell": __version__,
         "platform": platform.platform(),
     }
