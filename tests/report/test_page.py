@@ -83,6 +83,20 @@ def test_sections_that_would_be_called_alike_are_told_apart(tmp_path):
     assert any("2099-01-01" in title for title in forward)
 
 
+def test_sections_begin_with_what_matters_most(tmp_path):
+    shallow = bench_records()
+    deep = [dataclasses.replace(r, shape={**r.shape, "layers": 38}) for r in shallow]
+    steps = [
+        dataclasses.replace(r, what=r.what.replace("inference/forward", "training/step")) for r in shallow
+    ]
+    on_gpu = [dataclasses.replace(r, hardware={**r.hardware, "gpu": "NVIDIA H200"}) for r in shallow]
+    write_records(tmp_path / "bench.jsonl", [*steps, *shallow, *deep, *on_gpu])
+    titles = [s.title for s in make_report([tmp_path / "bench.jsonl"]).sections][:4]
+    assert [title.partition(":")[0] for title in titles] == ["Forward pass"] * 3 + ["Training step"]
+    assert titles[0].endswith("NVIDIA H200")
+    assert "38 layers" in titles[1]
+
+
 def test_the_papers_figures_are_there(page):
     figures = [text for tag, text in page.texts if tag == "h3"]
     assert {

@@ -24,14 +24,22 @@ def bench_sections(records: Sequence[Record]) -> Iterator[Section]:
     groups: dict[tuple, list[Record]] = {}
     for record in filter(is_bench, records):
         groups.setdefault(comparison(record), []).append(record)
-    titles = _titles([group[0] for group in groups.values()])
-    for number, (title, group) in enumerate(zip(titles, groups.values(), strict=True)):
+    ordered = sorted(groups.values(), key=lambda group: _place(group[0]))
+    titles = _titles([group[0] for group in ordered])
+    for number, (title, group) in enumerate(zip(titles, ordered, strict=True)):
         first = group[0]
         if first.unit == "s":
             yield Section(title, [*_timed(group, f"bench-{number}")])
         else:
             rows = [(contender(r), f"{r.value:.0f}", str(r.shape.get("meaning", ""))) for r in group]
             yield Section(title, [Table(("", first.unit, "what it is"), rows, left=(0, 2))])
+
+
+def _place(record: Record) -> tuple[int, bool, int]:
+    """By workload; GPUs before CPUs, deep models before shallow ones."""
+    name = record.what.split("/")[1]
+    place = list(_TITLES).index(name) if name in _TITLES else len(_TITLES)
+    return place, not record.hardware.get("gpu"), -int(record.shape.get("layers", 0))
 
 
 def _titles(firsts: Sequence[Record]) -> list[str]:
