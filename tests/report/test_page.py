@@ -86,8 +86,12 @@ def test_sections_that_would_be_called_alike_are_told_apart(tmp_path):
 def test_sections_begin_with_what_matters_most(tmp_path):
     shallow = bench_records()
     deep = [dataclasses.replace(r, shape={**r.shape, "layers": 38}) for r in shallow]
+    of_training = {"precision": "bfloat16", "checkpointing": False}
     steps = [
-        dataclasses.replace(r, what=r.what.replace("inference/forward", "training/step")) for r in shallow
+        dataclasses.replace(
+            r, what=r.what.replace("inference/forward", "training/step"), shape={**r.shape, **of_training}
+        )
+        for r in shallow
     ]
     on_gpu = [dataclasses.replace(r, hardware={**r.hardware, "gpu": "NVIDIA H200"}) for r in shallow]
     write_records(tmp_path / "bench.jsonl", [*steps, *shallow, *deep, *on_gpu])
