@@ -185,6 +185,21 @@ def test_other_inputs_are_refused_in_one_line(tmp_path, name, content, said):
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.parametrize("name", ["model", "layers", "dtype", "batch", "sequence"])
+def test_records_without_what_they_were_measured_with_are_refused(tmp_path, name):
+    first, *others = bench_records()
+    shape = {key: value for key, value in first.shape.items() if key != name}
+    write_records(tmp_path / "edited.jsonl", [dataclasses.replace(first, shape=shape), *others])
+    with pytest.raises(ValueError, match=f"bench_inference/forward/dense-eager has no {name}; accepted"):
+        read_inputs([tmp_path / "edited.jsonl"])
+
+
+def test_records_of_unknown_workloads_are_shown_as_others(tmp_path):
+    strange = [dataclasses.replace(r, what=r.what.replace("forward", "sideways")) for r in bench_records()]
+    write_records(tmp_path / "strange.jsonl", strange)
+    assert "sideways/ours-eager" in make_report([tmp_path / "strange.jsonl"]).html()
+
+
 def test_a_new_run_without_logs_is_refused(made, tmp_path):
     (tmp_path / "new").mkdir()
     shutil.copy(made / "some" / "config.yaml", tmp_path / "new")

@@ -14,7 +14,7 @@ from .._errors import reject
 from .._files import read_json_object
 from ..measure.records import Record, RunRecord, read_records
 from ..profiling.schema import Profile, read_profile
-from .record_names import comparison, is_bench, workload
+from .record_names import comparison, is_bench, lacking, workload
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -199,7 +199,12 @@ def _records(path: Path) -> Sequence[Run | Record]:
         return [_recorded_run(record, path) for record in latest.values()]
     if not {"what", "unit"} <= keys:
         reject("input", f"{path}, whose lines are no records", ACCEPTED)
-    return read_records(path)
+    records = read_records(path)
+    for record in records:
+        if missing := lacking(record):
+            found = f"{path}, where a shape of {record.what} has no {', '.join(missing)}"
+            reject("input", found, "records as `twell bench` writes them")
+    return records
 
 
 def _run(folder: Path) -> Run:

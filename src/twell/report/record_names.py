@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from ..measure.records import Record
 
-BENCHES = ("bench_inference", "bench_training")
+_STEP = ("model", "layers", "sequence", "precision", "checkpointing")
+# Workloads of `twell bench`, and what the shapes of their records say: titles and commands are made of it.
+_BENCHES = {
+    "bench_inference/forward": ("model", "layers", "dtype", "batch", "sequence"),
+    "bench_inference/generation": ("model", "layers", "dtype", "batch", "prompt", "new_tokens"),
+    "bench_training/step": ("batch", *_STEP),
+    "bench_training/checkpointed": ("batch", *_STEP),
+    "bench_training/micro-batch": _STEP,
+}
 
 # Whole models, besides those of `twell bench`: what is compared runs the same model on the same tokens.
 _MODELS = {
@@ -44,7 +52,12 @@ FAMILIES = {
 
 def is_bench(record: Record) -> bool:
     """Of `twell bench`."""
-    return record.what.split("/")[0] in BENCHES and record.what.count("/") == 2
+    return record.what.rpartition("/")[0] in _BENCHES
+
+
+def lacking(record: Record) -> list[str]:
+    """What is missing in the shape of a record of `twell bench`, as in one that was edited."""
+    return [name for name in _BENCHES.get(record.what.rpartition("/")[0], ()) if name not in record.shape]
 
 
 def is_whole_model(record: Record) -> bool:
