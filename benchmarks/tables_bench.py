@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from twell._numbers import digits
 from twell.measure import Record, read_records
 from twell.measure.models import PRESETS
 
@@ -113,7 +114,7 @@ def _table(
             _active(record),
             *(_cell(shape[name]) for name in names),
             _name(record),
-            f"{details['tokens'] / record.value / 1e3:,.4g}",
+            digits(details["tokens"] / record.value / 1e3, 4),
             _gain(record),
             _energy(details.get("millijoules_per_token")),
             _memory(details.get("peak_bytes")),
@@ -233,7 +234,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _energy(value: float | None) -> str:
-    return _number(value, ",.0f" if value is not None and value >= 1000 else ".3g")
+    return "" if value is None else digits(value)
 
 
 def _memory(value: float | None) -> str:

@@ -9,6 +9,7 @@ from textwrap import fill
 from typing import Any
 
 from ._errors import missing_extra, reject
+from ._numbers import digits
 
 INK = "#1f2933"
 MUTED = "#7b8794"
@@ -64,7 +65,7 @@ def bar_panels(
     every = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (panel, values) in zip(every, panels.items(), strict=True):
         bars = axes.bar(names, [values[name] for name in names], color=colours, width=0.72)
-        axes.bar_label(bars, [f"{values[name]:#.3g}".rstrip(".") for name in names], padding=3, fontsize=9)
+        axes.bar_label(bars, [digits(values[name]) for name in names], padding=3, fontsize=9)
         axes.set_title(panel, fontsize=9, color=INK)
         axes.set_ylim(0, 1.15 * max(values.values()))
         axes.spines[["top", "right", "left"]].set_visible(False)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .._interval import MEANING
+from .._numbers import digits
 from ..formats.base import format_bytes
 from ..measure import Record
 from ..measure.results import Merged
@@ -97,10 +98,10 @@ def _row(one: Merged, wide: bool) -> list[str]:
     agreement = one.detail("same_tokens_as_dense")
     return [
         one.first.contender,
-        f"{one.tokens_per_ms:,.4g}",
-        f"{one.first.tokens / one.tokens_per_ms:.4g} ms",
+        digits(one.tokens_per_ms, 4),
+        f"{digits(one.first.tokens / one.tokens_per_ms, 4)} ms",
         gain,
-        "" if energy is None else f"{energy:,.0f}" if energy >= 1000 else f"{energy:.3g}",
+        "" if energy is None else digits(energy),
         "" if memory is None else format_bytes(int(memory)),
         "" if one.difference is None else f"{one.difference:.1e}",
         "" if agreement is None else f"{agreement:.1%}",

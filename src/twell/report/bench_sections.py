@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from .._interval import MEANING
+from .._numbers import digits
 from ..measure.records import Record
 from .chart import Bar, Bars
 from .document import Block, Figure, Figures, Paragraph, Section, Table
@@ -79,7 +80,7 @@ def _timed(group: list[Record], name: str) -> Iterator[Block]:
     baseline = next((r.baseline for r in group if r.baseline), "")
     columns = {
         "": contender,
-        "tokens/ms": lambda r: optional(_rate(r), ",.4g"),
+        "tokens/ms": lambda r: "" if _rate(r) is None else digits(_rate(r), 4),
         "time": lambda r: seconds(r.value),
         f"over {baseline.replace('-', ' ')}": _gain,
         "mJ/token": _energy,
@@ -99,7 +100,7 @@ def _timed(group: list[Record], name: str) -> Iterator[Block]:
 
 
 def _figures(group: list[Record], name: str) -> list[Figure]:
-    bars = [Bar(contender(r), _rate(r), f"{_rate(r):,.4g}", _ours(r)) for r in group if _rate(r)]
+    bars = [Bar(contender(r), _rate(r), digits(_rate(r), 4), _ours(r)) for r in group if _rate(r)]
     figures = []
     if bars:
         figures.append(Figure(f"{name}-speed", Bars("Speed", "tokens per millisecond; more is better", bars)))
@@ -109,7 +110,7 @@ def _figures(group: list[Record], name: str) -> list[Figure]:
             "millijoules_per_token",
             "Energy",
             "millijoules per token; less is better",
-            lambda v: f"{short(v)} mJ",
+            lambda v: f"{digits(v)} mJ",
         ),
     ):
         bars = [
@@ -134,7 +135,7 @@ def _rate(record: Record) -> float | None:
 
 def _energy(record: Record) -> str:
     value = record.details.get("millijoules_per_token")
-    return "" if value is None else short(value)
+    return "" if value is None else digits(value)
 
 
 def _gain(record: Record) -> str:
