@@ -97,6 +97,10 @@ bench-gpu:  ## measure the GPU figures again with the interpreter that has CUDA 
 	for preset in paper-2b paper-0.5b; do for job in inference training; do \
 		PYTHONPATH=src $(PYTHON) -m twell bench $$job --preset $$preset --out benchmarks/results/bench_$$job.jsonl || exit 1; \
 	done; done
+	PYTHONPATH=src $(PYTHON) -m twell bench training --preset paper-2b --layers 8 --search \
+		--contenders dense-eager,ours-eager --out benchmarks/results/bench_training.jsonl
+	PYTHONPATH=src $(PYTHON) -m twell bench training --preset paper-0.5b --nnz 1500 \
+		--out benchmarks/results/bench_training.jsonl
 
 tables: $(READY)  ## regenerate every table and figure of README and docs from benchmarks/results
 	$(BIN)/python benchmarks/tables.py

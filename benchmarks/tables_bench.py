@@ -8,6 +8,7 @@ from pathlib import Path
 from twell._numbers import digits
 from twell.measure import Record, read_records
 from twell.measure.models import PRESETS
+from twell.report.record_names import rounds_of, says_as_much
 
 RESULTS = Path(__file__).resolve().parent / "results"
 INFERENCE, TRAINING = RESULTS / "bench_inference.jsonl", RESULTS / "bench_training.jsonl"
@@ -36,11 +37,13 @@ def every(path: Path, device: str, *workloads: str) -> list[Record]:
 
 
 def latest(path: Path, device: str, *workloads: str) -> list[Record]:
-    """Those of `every`; of what was measured again, the last. Models that fire other numbers of neurons are
-    others."""
+    """Those of `every`; of what was measured again, the last that is whole. Models that fire other numbers of
+    neurons are others."""
     found: dict[tuple, Record] = {}
     for record in every(path, device, *workloads):
         key = (record.what, *_group(record))
+        if key in found and not says_as_much(rounds_of(record), rounds_of(found[key])):
+            continue
         found.pop(key, None)
         found[key] = record
     return list(found.values())

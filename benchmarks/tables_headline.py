@@ -12,6 +12,7 @@ import tables_runs
 from twell.measure import Record, read_records
 from twell.measure.models import PRESETS
 from twell.plots import bar_panels
+from twell.report.record_names import rounds_of, says_as_much
 
 Row = tuple[str, str, str]
 Found = dict[str, Record]
@@ -55,7 +56,8 @@ def _steps() -> list[Row]:
 
 def _latest_run(path: Path, workload: str) -> Found:
     """contender -> record, of the newest run of the whole model that is as sparse as the paper's, in which
-    every pair of the columns ran and computed the same thing; empty if there is none."""
+    every pair of the columns ran and computed the same thing; empty if there is none. Runs that were
+    interrupted after few rounds are passed over."""
     size = PRESETS[_MODEL]
     runs: dict[tuple, Found] = {}
     for r in tables_bench.every(path, "cuda", workload):
@@ -64,7 +66,13 @@ def _latest_run(path: Path, workload: str) -> Found:
             runs.setdefault(tables_bench.run_of(r), {})[r.what.split("/")[2]] = r
     needed = {name for pair in _PAIRS for name in pair}
     complete = [found for found in runs.values() if needed <= found.keys()]
-    return max(complete[::-1], key=lambda found: found["ours-compiled"].date, default={})
+
+    def rounds(found: Found) -> int:
+        return min(rounds_of(found[name]) or 0 for name in needed)
+
+    most = max(map(rounds, complete), default=0)
+    whole = [found for found in complete if says_as_much(rounds(found), most)]
+    return max(whole[::-1], key=lambda found: found["ours-compiled"].date, default={})
 
 
 def _gains(what: str, found: Found) -> Row:
@@ -144,6 +152,9 @@ def bars_data() -> Panels:
     forward = _latest_run(tables_bench.INFERENCE, "forward")
     step = _latest_run(tables_bench.TRAINING, "step")
     if not (forward.keys() >= _SHOWN.keys() <= step.keys()):
+        return {}
+    needed = ((forward, "millijoules_per_token"), (step, "peak_bytes"))
+    if any(name not in found[one].details for found, name in needed for one in _SHOWN):
         return {}
 
     def panel(found: Found, value: Callable[[Record], float]) -> dict[str, float]:

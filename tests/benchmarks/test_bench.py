@@ -120,6 +120,10 @@ def test_the_headline_compares_like_with_like_in_the_newest_run(tables, monkeypa
                 "| the same, against the best dense way | **1.25x** |  |",
                 "| its energy per token | -33% | -25% |",
             ]
+        interrupted = run(5, *(one.plus(seconds=(0.1,), joules=()) for one in found))
+        write_records(tables.INFERENCE, [*old, *newest, *interrupted])
+        assert "| forward pass, 32 x 2,048 tokens | **1.50x** | **1.33x** |" in headline.headline()
+        assert "| ours compiled | 163.8 |" in tables.forward()
         assert headline.bars_data() == {}  # training was not measured
         write_records(tables.TRAINING, records("bench_training", *training))
         pace = headline.bars_data()["Forward pass, tokens per ms\n(more is better)"]

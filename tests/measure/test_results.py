@@ -232,6 +232,21 @@ def test_the_state_of_the_gpu_is_that_of_all_processes():
     assert found == {"sm_clock_mhz": 1750, "temperature_c": 61, "energy_from": "NVML"}
 
 
+def test_contenders_that_ran_in_different_processes_have_one_sparsity():
+    """Or a report could not tell that they were compared."""
+    dense = [measured("dense-eager", 1.0, process=n, sparsity={"nnz": 24.0 + n}) for n in range(2)]
+    failed = measured("ours-eager", failure="out of memory", sparsity={"nnz": 24.0})
+    ours = [failed, measured("ours-eager", 0.5, process=1, sparsity={"nnz": 25.0})]
+    records = records_of("bench_inference", [*dense, *ours], source=source("cpu", None), seed=0)
+    assert [record.sparsity for record in records] == [{"nnz": 24.5}] * 2
+
+
+def test_what_is_counted_is_added_up_over_processes():
+    some = [measured("dense-eager", 1.0, process=n, details={"noisy_rounds": n + 1}) for n in range(2)]
+    (merged,) = merge(some)
+    assert merged.detail("noisy_rounds") == 3
+
+
 def test_a_contender_that_failed_in_the_first_process_has_what_the_others_measured():
     dense = [measured("dense-eager", *[1.0] * 9, process=process) for process in range(2)]
     state = {"idle_power_w": 80.0}

@@ -89,6 +89,27 @@ def test_rounds_of_all_processes_count(tmp_path):
     assert " The 4 rounds: " in " ".join(headline(tmp_path, noted).notes)
 
 
+def test_only_rounds_with_both_count(tmp_path):
+    alone = [
+        dataclasses.replace(r, rounds=[r.rounds[0][:1], [] if "dense" in r.what else r.rounds[0]])
+        for r in bench_records()
+    ]
+    found = headline(tmp_path, alone)
+    assert found.claim.startswith("Nothing measured here is surely")
+    assert "One round only." in " ".join(found.notes)
+
+
+def test_a_dense_contender_that_computes_something_else_is_no_baseline(tmp_path):
+    def doubted(*names: str) -> list:
+        return [
+            dataclasses.replace(r, details={**r.details, "doubtful": 1}) if r.what.endswith(names) else r
+            for r in bench_records()
+        ]
+
+    assert headline(tmp_path, doubted("best-dense")).claim.endswith("2.00x as fast as dense eager.")
+    assert "as fast" not in headline(tmp_path, doubted("best-dense", "dense-eager")).claim
+
+
 def test_a_comparison_with_fewer_dense_contenders_cannot_make_the_headline(tmp_path):
     full = bench_records()
     later = [

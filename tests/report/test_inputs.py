@@ -190,8 +190,47 @@ def test_records_without_what_they_were_measured_with_are_refused(tmp_path, name
     first, *others = bench_records()
     shape = {key: value for key, value in first.shape.items() if key != name}
     write_records(tmp_path / "edited.jsonl", [dataclasses.replace(first, shape=shape), *others])
-    with pytest.raises(ValueError, match=f"bench_inference/forward/dense-eager has no {name}; accepted"):
+    with pytest.raises(
+        ValueError, match=f"bench_inference/forward/dense-eager has no usable {name}; accepted"
+    ):
         read_inputs([tmp_path / "edited.jsonl"])
+
+
+@pytest.mark.parametrize(
+    ("part", "entry"),
+    [
+        ("shape", {"layers": "two"}),
+        ("shape", {"D": "wide"}),
+        ("shape", {"model": 3}),
+        ("details", {"processes": 1e308}),
+        ("details", {"tokens": -1}),
+        ("sparsity", {"nnz_most": None}),
+    ],
+)
+def test_edited_records_are_refused_by_the_name_of_the_entry(tmp_path, part, entry):
+    first, *others = bench_records()
+    ((name, value),) = entry.items()
+    changed = {key: old for key, old in getattr(first, part).items() if key != name}
+    changed |= {} if value is None else entry
+    write_records(tmp_path / "edited.jsonl", [dataclasses.replace(first, **{part: changed}), *others])
+    with pytest.raises(ValueError, match=f"dense-eager has no usable {name}; accepted"):
+        read_inputs([tmp_path / "edited.jsonl"])
+
+
+def test_an_interrupted_run_does_not_replace_a_whole_one(tmp_path):
+    def run(day: int, rounds: int) -> list[Record]:
+        date = f"2026-11-{day:02}T00:00:00+00:00"
+        return [dataclasses.replace(r, date=date, rounds=[r.rounds[0][:rounds]]) for r in bench_records()]
+
+    whole, interrupted, again = run(2, 6), run(3, 1), run(4, 6)
+    for records, kept in (
+        ([*whole, *interrupted], whole),
+        ([*run(1, 1), *whole], whole),
+        ([*whole, *interrupted, *again], again),
+        ([*run(1, 1), *interrupted], interrupted),
+    ):
+        write_records(tmp_path / "r.jsonl", records)
+        assert list(read_inputs([tmp_path / "r.jsonl"]).records) == kept
 
 
 def test_records_of_unknown_workloads_are_shown_as_others(tmp_path):

@@ -38,6 +38,7 @@ from .status import FAILED, INTERRUPTED
 
 WORKLOADS = ("forward", "generation")
 _LONG = 5.0  # seconds from which on a step of the work stays on screen
+_WRITE_EVERY = 5.0  # seconds: where rounds are short, a file written after each would leave the GPU idle
 CHECKPOINTING = {"off": (False,), "on": (True,), "both": (False, True)}
 
 
@@ -200,19 +201,25 @@ def _measuring(shared: dict[str, Any], gpu: bool) -> dict[str, Any]:
 
 
 class _Collected:
-    """Results as they come, on file as soon as they are known."""
+    """Results as they come, on file soon after they are known."""
 
     def __init__(self, what: str, options: Common, out: Path | None, commit: str | None) -> None:
         self._what, self._options, self._out = what, options, out
-        # Once: every contender that comes in writes the file again.
+        # Once: the file is written often.
         self._source = source(options.device, None) | ({"commit": commit} if commit else {})
         self._before: list[Record] = read_records(out) if out is not None and out.exists() else []
         self._found: dict[tuple, Measured] = {}
+        self._written = -_WRITE_EVERY
 
     def add(self, process: int, measured: Measured) -> None:
         self._found[(process, *measured.key)] = measured.plus(process=process)
-        if self._out is not None:
+        if perf_counter() - self._written >= _WRITE_EVERY:
+            self.write()
+
+    def write(self) -> None:
+        if self._out is not None and self._found:
             write_records(self._out, [*self._before, *self.records()])
+        self._written = perf_counter()
 
     @property
     def measured(self) -> list[Measured]:
@@ -271,6 +278,8 @@ def _run(
             if not collected.measured:
                 raise
             failure, status = str(error), FAILED
+        finally:
+            collected.write()
         phase.end()
     merged = merge(collected.measured)
     bench_view.show(console, merged, collected.records())

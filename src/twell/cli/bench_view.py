@@ -147,7 +147,8 @@ def _notes(group: list[Merged]) -> list[str]:
         )
         noisy = group[0].detail("noisy_rounds")
         if noisy:
-            lines.append(f"{noisy:.0f} rounds were too noisy and do not count; raise --new-tokens")
+            rounds = "1 round was" if noisy == 1 else f"{noisy:.0f} rounds were"
+            lines.append(f"{rounds} too noisy and not counted; raise --new-tokens")
     elif group[0].first.workload in ("step", "checkpointed"):
         lines.append(
             "difference: of the last hidden states from those of the same model in a wider dtype, relative; "

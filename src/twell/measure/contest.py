@@ -20,7 +20,7 @@ from .environment import gpu_state
 from .memory import peak_bytes
 from .processes import NOTE
 from .results import Measured
-from .timing import compare
+from .timing import compare, gc_paused
 
 T = TypeVar("T")
 _SLOW_INTERVAL = 0.1  # seconds between readings while calls are timed
@@ -268,7 +268,9 @@ def _time(
     readings: list[Reading] = []
     take = take_round or partial(_one_call_each, device=setting.device)
     noisy = taken = 0
-    with sampled(source, _SLOW_INTERVAL) if source is not None else nullcontext(readings) as readings:
+    readers = sampled(source, _SLOW_INTERVAL) if source is not None else nullcontext(readings)
+    collecting = gc_paused() if take_round is None else nullcontext()  # once, not before each round
+    with collecting, readers as readings:
         while taken < setting.rounds and noisy < _MOST_NOISY:
             setting.say(f"{workload.title}: round {taken + 1} of {setting.rounds}")
             found = take(running, taken)
@@ -279,6 +281,11 @@ def _time(
             for one in running:
                 samples[one.name].append(found[one.name])
                 emit(one)
+    if 0 < taken < setting.rounds:
+        setting.say(
+            f"{NOTE}{workload.title}: {taken} of {setting.rounds} rounds count; in {noisy} others, times "
+            "varied by more than what is measured"
+        )
     for one in running:
         if noisy:
             one.details["noisy_rounds"] = noisy

@@ -15,6 +15,7 @@ from .timing import Timing
 BASELINE = "dense-eager"
 _DENSE = ("dense", "best-dense")
 _LARGEST = ("largest_difference", "peak_bytes", "block_error", "hidden_error", "doubtful")
+_COUNTED = ("noisy_rounds",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +134,12 @@ class Merged:
         return self.error if largest is None else largest
 
     def detail(self, name: str) -> float | None:
-        """The mean over processes; the largest of what must not be large."""
+        """The mean over processes; the largest of what must not be large; the sum of what is counted."""
         found = [m.details[name] for m in self.processes if name in m.details]
         if not found:
             return None
+        if name in _COUNTED:
+            return sum(found)
         return max(found) if name in _LARGEST else fmean(found)
 
 
@@ -194,6 +197,7 @@ def records_of(
     source:  hardware, versions, commit and date (`records.source`).
     """
     merged = merge(measured)
+    sparsities = _sparsities(merged)
     count = 1 + max((m.process for one in merged for m in one.processes), default=0)
     records = []
     for one in merged:
@@ -211,7 +215,7 @@ def records_of(
                 unit="s" if one.seconds else "sequences",
                 quantiles=value.quantiles() if isinstance(value, Timing) else {},
                 shape={**one.first.shape, "meaning": one.first.meaning},
-                sparsity=one.first.sparsity,
+                sparsity=sparsities[one.first.group],
                 error=one.error,
                 details=_details(one),
                 rounds=_rounds(one, count),
@@ -220,6 +224,19 @@ def records_of(
             )
         )
     return records
+
+
+def _sparsities(merged: Iterable[Merged]) -> dict[tuple, dict[str, float]]:
+    """By group, so that all its contenders have the same: the mean over processes."""
+    found: dict[tuple, dict[int, dict[str, float]]] = {}
+    for measured in (measured for one in merged for measured in one.processes):
+        found.setdefault(measured.group, {}).setdefault(measured.process, measured.sparsity)
+    return {
+        group: {
+            name: fmean(one[name] for one in by_process.values()) for name in next(iter(by_process.values()))
+        }
+        for group, by_process in found.items()
+    }
 
 
 def _rounds(one: Merged, processes: int) -> list[list[float]]:

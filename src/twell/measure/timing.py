@@ -112,7 +112,7 @@ def compare(
         calls = {
             name: calls_per_sample or _calls_filling_a_sample(fn, cuda) for name, fn in candidates.items()
         }
-        with _gc_paused():
+        with gc_paused():
             if cuda:
                 return _samples_cuda(candidates, calls, rounds, queued, progress)
             return _samples_cpu(candidates, calls, rounds, progress)
@@ -191,11 +191,13 @@ def _samples_cuda(
 
 
 @contextmanager
-def _gc_paused() -> Iterator[None]:
-    """Keep the garbage collector out of samples."""
+def gc_paused() -> Iterator[None]:
+    """Keep the garbage collector out of samples. Inside another one this does nothing: collecting takes long
+    enough for a GPU to cool down."""
     was_enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
+    if was_enabled:
+        gc.collect()
+        gc.disable()
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ faster, the headline says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from .record_names import (
     is_block,
     is_real,
     is_whole_model,
-    rounds_of,
+    rounds_together,
     workload,
 )
 from .sweep import base_run, sparsest_good
@@ -144,6 +144,7 @@ def _counts(records: Sequence[Record]) -> Iterable[str]:
 
 def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
     weaker = _with_fewer_rivals(records)
+    contenders = {(*comparison(record), contender(record)): record for record in records if is_bench(record)}
     for record in records:
         if is_bench(record) and comparison(record) in weaker:
             continue
@@ -151,7 +152,13 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             continue
         if record.details.get("doubtful"):  # it computes something else
             continue
-        name, value, low, high = gain_over_fastest(record)
+        beside = {
+            name: other
+            for name in _rivals(record)
+            if (other := contenders.get((*comparison(record), name.replace("-", " ")))) is not None
+        }
+        doubtful = {name for name, other in beside.items() if other.details.get("doubtful")}
+        name, value, low, high = gain_over_fastest(record, doubtful)
         if value is None:
             continue
         yield Gain(
@@ -166,7 +173,7 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             described(record),
             name.replace("-", " ") if "/" not in name else name,
             _conditions(record),
-            rounds_of(record),
+            rounds_together(record, beside.get(name, record)),
             width_note(record.shape.get("D"), record.shape.get("H")),
             tuple(_beside(record, records, name)),
         )
@@ -187,13 +194,26 @@ def _with_fewer_rivals(records: Sequence[Record]) -> set[tuple]:
     }
 
 
-def gain_over_fastest(record: Record) -> tuple[str, float | None, float, float]:
-    """The baseline, the gain over it and its interval. Of several dense contenders: the fastest."""
-    others = {
+def _rivals(record: Record) -> dict[str, float]:
+    """How many times faster it was, by dense contender."""
+    return {
         name.removeprefix("over/"): value
         for name, value in record.details.items()
         if name.startswith("over/") and not name.endswith(("/low", "/high"))
     }
+
+
+def gain_over_fastest(
+    record: Record, doubtful: Collection[str] = ()
+) -> tuple[str, float | None, float, float]:
+    """The baseline, the gain over it and its interval. Of several dense contenders: the fastest.
+
+    doubtful: those that compute something else, which say nothing.
+    """
+    rivals = _rivals(record)
+    others = {name: gain for name, gain in rivals.items() if name not in doubtful}
+    if rivals and not others:
+        return "", None, 0.0, 0.0
     if others:
         name = min(others, key=others.__getitem__)  # the smallest gain is over the fastest
         low, high = (record.details.get(f"over/{name}/{end}", others[name]) for end in ("low", "high"))

@@ -14,7 +14,7 @@ from .._errors import reject
 from .._files import read_json_object
 from ..measure.records import Record, RunRecord, read_records
 from ..profiling.schema import Profile, read_profile
-from .record_names import comparison, is_bench, lacking, workload
+from .record_names import broken, comparison, is_bench, rounds_of, says_as_much, workload
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -201,8 +201,8 @@ def _records(path: Path) -> Sequence[Run | Record]:
         reject("input", f"{path}, whose lines are no records", ACCEPTED)
     records = read_records(path)
     for record in records:
-        if missing := lacking(record):
-            found = f"{path}, where a shape of {record.what} has no {', '.join(missing)}"
+        if entries := broken(record):
+            found = f"{path}, where {record.what} has no usable {', '.join(entries)}"
             reject("input", found, "records as `twell bench` writes them")
     return records
 
@@ -285,18 +285,26 @@ def _latest(records: list[Record]) -> list[Record]:
 
 
 def _latest_comparisons(records: list[Record]) -> set[tuple]:
-    """Without those whose contenders have all run together again: what ran apart is no comparison."""
-    contenders: dict[tuple, set[str]] = {}
-    runs: dict[tuple, dict[tuple, str]] = {}  # workload -> comparison -> date
+    """Without those whose contenders have all run together again: what ran apart is no comparison.
+
+    A run that somebody interrupted after few rounds gives way to a whole one, older or newer.
+    """
+    members: dict[tuple, list[Record]] = {}
+    runs: dict[tuple, list[tuple]] = {}  # workload -> comparisons
     for record in records:
-        contenders.setdefault(comparison(record), set()).add(record.what)
-        runs.setdefault(workload(record), {})[comparison(record)] = record.date
-    return {
-        run
-        for same in runs.values()
-        for run, date in same.items()
-        if not any(newer > date and contenders[other] >= contenders[run] for other, newer in same.items())
-    }
+        run = comparison(record)
+        if run not in members:
+            runs.setdefault(workload(record), []).append(run)
+        members.setdefault(run, []).append(record)
+
+    def stands_in(other: tuple, run: tuple) -> bool:
+        if not {r.what for r in members[other]} >= {r.what for r in members[run]}:
+            return False
+        count, others = (max((rounds_of(r) or 0 for r in members[one]), default=0) for one in (run, other))
+        newer = members[other][0].date > members[run][0].date
+        return says_as_much(others, count) and (newer or not says_as_much(count, others))
+
+    return {run for same in runs.values() for run in same if not any(stands_in(one, run) for one in same)}
 
 
 # Entries of a shape that say what came out, not what was run.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .._interval import ENOUGH_ROUNDS
 from ..measure.records import Record
 
 _STEP = ("model", "layers", "sequence", "precision", "checkpointing")
@@ -13,6 +14,10 @@ _BENCHES = {
     "bench_training/checkpointed": ("batch", *_STEP),
     "bench_training/micro-batch": _STEP,
 }
+_KINDS = {"model": str, "dtype": str, "precision": str, "checkpointing": bool}  # others are whole numbers
+_SIZES = ("D", "H", "vocabulary")  # shown where they are known
+_COUNTS = ("tokens", "processes", "rounds")
+_MOST = 1 << 53
 
 # Whole models, besides those of `twell bench`: what is compared runs the same model on the same tokens.
 _MODELS = {
@@ -55,9 +60,24 @@ def is_bench(record: Record) -> bool:
     return record.what.rpartition("/")[0] in _BENCHES
 
 
-def lacking(record: Record) -> list[str]:
-    """What is missing in the shape of a record of `twell bench`, as in one that was edited."""
-    return [name for name in _BENCHES.get(record.what.rpartition("/")[0], ()) if name not in record.shape]
+def broken(record: Record) -> list[str]:
+    """Entries of a record of `twell bench` that are missing or no such value, as in one that was edited."""
+    needed = _BENCHES.get(record.what.rpartition("/")[0])
+    if needed is None:
+        return []
+    shape, nnz = record.shape, ("nnz_least", "nnz_most")
+    found = [name for name in needed if name not in shape]
+    found += [name for name in (*needed, *_SIZES) if name in shape and not _fits(name, shape[name])]
+    found += [name for name in _COUNTS if not 0 <= record.details.get(name, 0) <= _MOST]
+    if any(name in record.sparsity for name in nnz):
+        found += [name for name in nnz if name not in record.sparsity]
+    return found
+
+
+def _fits(name: str, value: object) -> bool:
+    if name in _KINDS:
+        return isinstance(value, _KINDS[name])
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_whole_model(record: Record) -> bool:
@@ -99,6 +119,20 @@ def rounds_of(record: Record) -> int | None:
         return sum(map(len, record.rounds))
     rounds = record.details.get("rounds")
     return None if rounds is None else round(rounds * record.details.get("processes", 1))
+
+
+def rounds_together(record: Record, other: Record) -> int | None:
+    """Rounds in which both ran; None where nobody noted them."""
+    if record.rounds and other.rounds:
+        return sum(
+            min(len(ours), len(theirs)) for ours, theirs in zip(record.rounds, other.rounds, strict=False)
+        )
+    return rounds_of(record)
+
+
+def says_as_much(rounds: int | None, others: int | None) -> bool:
+    """Whether so many rounds can stand in for `others`, which those of an interrupted run cannot."""
+    return rounds is None or others is None or rounds >= min(others, ENOUGH_ROUNDS)
 
 
 def contender(record: Record) -> str:
