@@ -28,6 +28,14 @@ def small_bench(monkeypatch, _imported_objects_left_alone):
     monkeypatch.setattr(models, "_SAMPLE", 512)
 
 
+@pytest.fixture
+def patient(monkeypatch):
+    """On a busy machine many rounds may pass until a few tokens take longer than none."""
+    from twell.measure import contest
+
+    monkeypatch.setattr(contest, "_MOST_NOISY", 10_000)
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A folder with models of several classes and their tokenizer, with many silent neurons; and text."""

@@ -43,6 +43,7 @@ def demo(output, *settings):
     return CliRunner().invoke(app, ["demo", "--output", str(output), *settings], catch_exceptions=False)
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_demo_trains_checks_times_writes_and_reports(tmp_path):
     out = tmp_path / "out"
     result = demo(out, *small(tmp_path, held_out=0.2))
