@@ -263,7 +263,15 @@ def test_second_derivatives_are_seen():
     assert twell.explain(mlp)[0].backward == "dense"
 
 
-def test_every_block_is_told_when_it_has_been_timed():
-    told = []
-    twell.explain(nn.Sequential(*model().values()), torch.randn(3, 16), progress=told.append)
-    assert told == ["0", "1"]
+def test_progress_of_every_block_is_told():
+    told: dict[str, list[float]] = {}
+    twell.explain(
+        nn.Sequential(*model().values()),
+        torch.randn(3, 16),
+        progress=lambda name, share: told.setdefault(name, []).append(share),
+    )
+    assert list(told) == ["0", "1"]
+    for shares in told.values():
+        assert len(shares) > 5
+        assert shares == sorted(shares)
+        assert shares[-1] == 1

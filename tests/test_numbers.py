@@ -2,7 +2,7 @@
 
 import pytest
 
-from twell._numbers import digits
+from twell._numbers import digits, time_left
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,11 @@ def test_three_digits(value, written):
 
 def test_as_many_digits_as_asked_for():
     assert [digits(136.0, 4), digits(1421.2, 4), digits(0.09663, 4)] == ["136.0", "1,421", "0.09663"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(0, "a few seconds left"), (14, "about 10 s left"), (86, "about 90 s left"), (90, "about 2 min left")],
+)
+def test_time_left_is_no_more_exact_than_an_estimate(seconds, said):
+    assert time_left(seconds) == said

@@ -1,4 +1,4 @@
-"""Measured numbers in tables, plots and pages."""
+"""Measured numbers in tables, plots and pages, and how long something still takes."""
 
 from __future__ import annotations
 
@@ -7,3 +7,12 @@ def digits(value: float, count: int = 3) -> str:
     """A finite number with `count` significant digits, zeros among them, and all digits before the point."""
     power = int(f"{value:.{count - 1}e}".partition("e")[2])
     return f"{value:,.{max(count - 1 - power, 0)}f}"
+
+
+def time_left(seconds: float) -> str:
+    """An estimate in words, no more exact than it is."""
+    if seconds < 10:
+        return "a few seconds left"
+    if seconds < 90:
+        return f"about {10 * round(seconds / 10)} s left"
+    return f"about {seconds / 60:.0f} min left"

@@ -181,7 +181,7 @@ def text_windows(
     length = window_length(model, sequence_length)
     if isinstance(documents, str):
         reject("documents", "a str", "an iterable of texts")
-    return _windows(_tokens(tokenizer, documents), length)
+    return _windows(text_tokens(tokenizer, documents), length)
 
 
 @torch.no_grad()
@@ -253,7 +253,8 @@ def _add(model: torch.nn.Module, windows: Tensor, sums: _Sums) -> None:
     sums.predicted += targets.numel()
 
 
-def _tokens(tokenizer, documents: Iterable[str]) -> Iterator[int]:
+def text_tokens(tokenizer: Any, documents: Iterable[str]) -> Iterator[int]:
+    """Ids of the documents' tokens, one document after the other."""
     # As training encodes it: text that spells a special token is text.
     encoder = Encoder(tokenizer) if tokenizer.is_fast and tokenizer.eos_token_id is not None else None
     for text in documents:

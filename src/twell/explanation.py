@@ -112,7 +112,7 @@ def explain(
     model: nn.Module,
     batch: Tensor | Mapping[str, Any] | Sequence[Any] | None = None,
     *,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str, float], None] | None = None,
 ) -> Explanation:
     """What ran in every block of `model` that is ours, and why. Print the result for a table.
 
@@ -125,7 +125,7 @@ def explain(
     batch:  what the model is called with, without gradients and in eval mode: a tensor, a mapping of keyword
             arguments or a sequence of arguments. Every block is then timed on the input that it gets, against
             dense PyTorch on the same weights; statistics are of the first 65,536 tokens.
-    progress:  called with the name of a block when it has been timed.
+    progress:  called with the name of a block and the share of its timing that is done.
     """
     if not isinstance(model, nn.Module):
         reject("model", type(model).__name__, "a torch.nn.Module")
@@ -133,9 +133,7 @@ def explain(
     observed = {name: _Observed() for name, _ in blocks}
 
     def look(name: str, block: SparseMLP, inputs: tuple[Any, ...]) -> None:
-        observed[name].look(block, inputs)
-        if progress is not None:
-            progress(name)
+        observed[name].look(block, inputs, None if progress is None else partial(progress, name))
 
     if batch is not None:
         run_observed(model, batch, [(block, partial(look, name)) for name, block in blocks])
@@ -159,7 +157,9 @@ class _Observed:
         default_factory=lambda: {name: [0.0] * _ROUNDS for name in ("dense", "ours")}
     )
 
-    def look(self, block: SparseMLP, inputs: tuple[Any, ...]) -> None:
+    def look(
+        self, block: SparseMLP, inputs: tuple[Any, ...], progress: Callable[[float], None] | None
+    ) -> None:
         """At the input of a call, before it runs."""
         weights = block._plain_weights()
         x = inputs[0]
@@ -168,7 +168,7 @@ class _Observed:
         x = x.detach().reshape(-1, x.shape[-1])[:_MOST_TOKENS]
         self.by_blocks = x.is_cuda
         self._count(block, x, weights)
-        for name, seconds in _times(block, x, weights).items():
+        for name, seconds in _times(block, x, weights, progress).items():
             self.seconds[name] = [sum(pair) for pair in zip(self.seconds[name], seconds, strict=True)]
 
     def _count(self, block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> None:
@@ -180,7 +180,12 @@ class _Observed:
             self.windows += 1
 
 
-def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> dict[str, list[float]]:
+def _times(
+    block: SparseMLP,
+    x: Tensor,
+    weights: tuple[Tensor | None, ...],
+    progress: Callable[[float], None] | None,
+) -> dict[str, list[float]]:
     """Seconds of a call by round, of dense PyTorch and with the block's plan, by turns."""
     layer = block._own_layer()
     up, down, *rest = weights
@@ -196,6 +201,8 @@ def _times(block: SparseMLP, x: Tensor, weights: tuple[Tensor | None, ...]) -> d
             call()
             if turn >= _WARM:
                 seconds[name].append(_now(x) - start)
+        if progress is not None:
+            progress((turn + 1) / (_WARM + _ROUNDS))
     return seconds
 
 

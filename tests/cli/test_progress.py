@@ -12,7 +12,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from twell.cli import progress as progress_module
-from twell.cli.progress import Bar, announce_tasks, showing
+from twell.cli.progress import Bar, Steps, announce_tasks, showing
 
 
 class Screen:
@@ -187,3 +187,18 @@ def test_piped_output_stays_clean():
         bar.reach(4, 5)
     announce_tasks(console, ["piqa"])
     assert console.file.getvalue() == ""
+
+
+def test_bars_follow_each_other(clock):
+    screen = Screen()
+    with Steps(screen.console) as steps:
+        steps.reach("timing", 0, 2, "blocks")
+        steps.reach("timing", 1.5, 2, "blocks")
+        clock[0] = 5
+        steps.advance("counting", 300, 1000)
+        steps.advance("counting", 300, 1000)
+    assert any("1/2 blocks" in frame for frame in screen.frames)
+    assert any("counting" in frame and "600/1,000 tokens" in frame for frame in screen.frames)
+    assert screen.left == []
+    with Steps(screen.console):
+        pass  # nothing to show

@@ -121,3 +121,17 @@ def test_on_a_gpu(tokenizer, gated):
         assert ours.speed.sparse_path == "block"
         assert ours.speed.tokens == 1024
         assert min(ours.speed.dense_ms, ours.speed.sparse_ms, ours.speed.auto_ms) > 0
+
+
+def test_timed_blocks_are_counted_before_tokens(tokenizer):
+    told = []
+    profiled(
+        Toy("in order"),
+        tokenizer,
+        repetitions=2,
+        timing=lambda done, blocks: told.append((done, blocks)),
+        progress=lambda tokens: told.append(tokens),
+    )
+    assert told[:2] == [(1, 2), (2, 2)]
+    assert all(isinstance(tokens, int) for tokens in told[2:])
+    assert len(told) > 2

@@ -16,6 +16,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from .._errors import reject, require_choice
 from .._interval import ENOUGH_ROUNDS
+from .._numbers import time_left
 from ..measure import Record, read_records, write_records
 from ..measure.models import require_preset
 from ..measure.processes import NOTE, Job, run_apart
@@ -269,8 +270,11 @@ def _run(
         try:
             if prepare is not None:
                 options = prepare(options, gathered)
+            began = perf_counter()
             for process in range(count):
-                phase.prefix = f"process {process + 1} of {count}: " if count > 1 else ""
+                each = (perf_counter() - began) / process if process else None
+                left = "" if each is None else f" ({time_left(each * (count - process))})"
+                phase.prefix = f"process {process + 1} of {count}{left}: " if count > 1 else ""
                 start(job, of_process(options, process), lambda m, p=process: collected.add(p, m))
         except KeyboardInterrupt:
             failure, status = "interrupted", INTERRUPTED

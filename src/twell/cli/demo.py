@@ -28,7 +28,7 @@ from ..measure.records import source
 from ..measure.results import Measured, merge, records_of
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars, training_curves
-from .progress import NOISY, Progress
+from .progress import NOISY, Bar, Progress
 from .status import INTERRUPTED
 from .train import stopping_at_once
 
@@ -212,7 +212,7 @@ def _time(console: Console, pair: ModelPair, batch: Batch) -> tuple[dict[str, fl
     """Case -> times faster than dense, for a feed-forward block and for the whole model, and records of the
     whole model, as `twell bench` makes them. Dense is transformers' own Llama with the same weights."""
     shown, tokens = Progress(console), batch.ids
-    rows = [_timed_block(pair, tokens, shown)]
+    rows = [_timed_block(console, pair, tokens)]
     found: dict[tuple, Measured] = {}  # a contender is emitted again when more is known
     setting = Setting(
         device=torch.device("cpu"),
@@ -260,7 +260,7 @@ def _widths(config: Any) -> str:
 
 
 @torch.inference_mode()
-def _timed_block(pair: ModelPair, tokens: Tensor, shown: Progress) -> tuple[str, float, float, Interval]:
+def _timed_block(console: Console, pair: ModelPair, tokens: Tensor) -> tuple[str, float, float, Interval]:
     """(case, dense seconds, sparse seconds, gain) of the last block, on what it gets from `tokens`.
 
     With one token, again and again, its active rows would stay in the cache: that says nothing.
@@ -274,10 +274,9 @@ def _timed_block(pair: ModelPair, tokens: Tensor, shown: Progress) -> tuple[str,
     hook.remove()
     hidden = inputs[0]
     title = f"block, {tokens.numel():,} tokens at once"
-    shown.show(f"timing: {title}")
     calls: dict[str, Callable[[], object]] = {"dense": lambda: stock(hidden), "sparse": lambda: ours(hidden)}
-    timings = compare(calls, warmup=3, repetitions=_BLOCK_REPETITIONS)
-    shown.clear()
+    with Bar(console, f"timing: {title}", _BLOCK_REPETITIONS, "rounds") as bar:
+        timings = compare(calls, warmup=3, repetitions=_BLOCK_REPETITIONS, progress=bar.advance)
     dense, sparse = timings["dense"], timings["sparse"]
     return title, dense.median, sparse.median, paired_gain([dense.samples], [sparse.samples])
 
@@ -312,7 +311,7 @@ def _report(
     from ..train.data import DataConfig
     from ..train.data.sources import documents
 
-    with console.status("counting how its neurons behave"):
+    with Bar(console, "counting how its neurons behave", _PROFILED) as bar:
         profile = profile_model(
             model,
             load_tokenizer(str(sparse.folder)),
@@ -322,6 +321,7 @@ def _report(
             sequence_length=sparse.config.data.sequence_length,
             max_tokens=_PROFILED,
             repetitions=_BLOCK_REPETITIONS,
+            progress=bar.advance,
         )
     with needs_space(str(folder)):
         (folder / "profile").mkdir()

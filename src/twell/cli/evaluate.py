@@ -14,7 +14,7 @@ from .._errors import reject
 from .._files import write_json
 from .plot_file import check_plot, short_name
 from .progress import READING_TASKS, Bar, Progress, announce_tasks, showing
-from .text import text_source
+from .text import expected_tokens, text_source
 
 if TYPE_CHECKING:
     from ..evaluation import TextResult
@@ -58,7 +58,8 @@ def run_eval(
         loaded, tokenizer = load_model(model, dtype=dtype)
     found: dict[str, object] = {"model": model}
     if text or held_out is not None:
-        with Bar(console, "evaluating", _total(held_out, max_tokens)) as bar:
+        total = expected_tokens(source, tokenizer, max_tokens) if text else _total(held_out, max_tokens)
+        with Bar(console, "evaluating", total) as bar:
             shared = {"batch": batch, "max_tokens": max_tokens, "progress": bar.advance}
             if held_out is not None:
                 result = evaluate_windows(loaded, _windows(held_out), **shared)
@@ -98,10 +99,7 @@ def run_eval(
         _draw(console, result, model, plot)
 
 
-def _total(held_out: PackedDataset | None, max_tokens: int | None) -> int | None:
-    """Tokens to evaluate; None if that is not known: files would have to be tokenised first."""
-    if held_out is None:
-        return max_tokens
+def _total(held_out: PackedDataset, max_tokens: int | None) -> int:
     return held_out.tokens if max_tokens is None else min(held_out.tokens, max_tokens)
 
 

@@ -60,9 +60,13 @@ def run_explain(
         loaded, tokenizer = load_model(model, dtype=dtype)
     require_sparse_blocks(loaded)
     ids = _first_tokens(loaded, tokenizer, documents(source), tokens, sequence_length)
-    with Bar(console, f"timing blocks on {ids.numel():,} tokens", len(named_blocks(loaded)), "blocks") as bar:
-        batch = {"input_ids": ids, "use_cache": False}
-        explained = explain(loaded, batch, progress=lambda _block: bar.advance())
+    names = [name for name, _ in named_blocks(loaded)]
+    with Bar(console, f"timing blocks on {ids.numel():,} tokens", len(names), "blocks") as bar:
+
+        def progress(name: str, share: float) -> None:
+            bar.reach(names.index(name) + share, len(names))
+
+        explained = explain(loaded, {"input_ids": ids, "use_cache": False}, progress=progress)
     _show(console, explained, ids.numel(), _place(loaded))
     if save:
         _save(loaded, ids, folder, console)

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from .._errors import reject
 from .._files import needs_space
-from .progress import NOISY, Bar, showing
+from .progress import NOISY, Steps, showing
 from .status import FAILED, INTERRUPTED
-from .text import text_source
+from .text import expected_tokens, text_source
 
 if TYPE_CHECKING:
     from ..profiling import Profile
@@ -57,16 +57,14 @@ def run_profile(
     with showing(console, f"loading {model}"):
         from ..evaluation import load_model, require_sparse_blocks
         from ..profiling.run import REPETITIONS, profile_model
+        from ..sparsify.blocks import named_blocks
 
         loaded, tokenizer = load_model(model, dtype=dtype)
     require_sparse_blocks(loaded)
-    doing = "timing blocks, then counting" if speed else "counting"
-    with Bar(console, doing, tokens) as bar, stopping_after_a_batch(console) as stop:
-
-        def advance(count: int) -> None:
-            bar.show("counting")  # blocks are timed on the first batch
-            bar.advance(count)
-
+    total = expected_tokens(source, tokenizer, tokens)
+    with Steps(console) as steps, stopping_after_a_batch(console) as stop:
+        if speed:  # on the first batch
+            steps.reach("timing blocks", 0, len(named_blocks(loaded)), "blocks")
         profile = profile_model(
             loaded,
             tokenizer,
@@ -79,7 +77,8 @@ def run_profile(
             sample=sample,
             repetitions=REPETITIONS if speed else 0,
             stop=stop,
-            progress=advance,
+            timing=lambda done, blocks: steps.reach("timing blocks", done, blocks, "blocks"),
+            progress=lambda count: steps.advance("counting", count, total),
         )
     _show(console, profile)
     if out is not None:

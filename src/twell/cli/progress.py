@@ -87,7 +87,7 @@ class Bar:
     def advance(self, amount: int = 1) -> None:
         self._bars.advance(self._task, amount)
 
-    def reach(self, done: int, total: int) -> None:
+    def reach(self, done: float, total: float) -> None:
         self._bars.update(self._task, completed=done, total=total)
 
     def show(self, what: str) -> None:
@@ -97,6 +97,40 @@ class Bar:
     def clear(self) -> None:
         """Before others print."""
         self._bars.stop()
+
+
+class Steps:
+    """Bars that follow each other, each begun by its first word.
+
+    with Steps(console) as steps:
+        steps.reach("timing", 1, 8, "blocks")
+        steps.advance("counting", 512, total)
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._doing = ""
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.clear()
+
+    def reach(self, what: str, done: float, total: float, unit: str = _TOKENS) -> None:
+        self._begun(what, int(total), unit).reach(done, total)
+
+    def advance(self, what: str, amount: int, total: int | None, unit: str = _TOKENS) -> None:
+        self._begun(what, total, unit).advance(amount)
+
+    def _begun(self, what: str, total: int | None, unit: str) -> Bar:
+        if self._bar is None or what != self._doing:
+            if self._bar is not None:
+                self._bar.clear()
+            self._doing, self._bar = what, Bar(self._console, what, total, unit).__enter__()
+        return self._bar
 
 
 class _Words(ProgressColumn):
@@ -113,7 +147,7 @@ class _Count(_Words):
 
     def render(self, task: Task) -> Text:
         total = "" if task.total is None else f"/{task.total:,.0f}"
-        return Text(f"{task.completed:,.0f}{total} {self._unit}")
+        return Text(f"{int(task.completed):,}{total} {self._unit}")
 
 
 class _Pace(_Words):

@@ -15,7 +15,7 @@ from .._errors import reject
 from .._files import needs_space
 from .plot_file import check_plot, short_name
 from .progress import Bar, showing
-from .text import text_source
+from .text import expected_tokens, text_source
 
 if TYPE_CHECKING:
     from ..pruning import PruneReport
@@ -62,14 +62,13 @@ def run_prune(
             return evaluate_windows(loaded, windows(), batch=batch, max_tokens=tokens, progress=bar.advance)
 
     with recorded_firing(loaded) as recorded:
-        before = evaluate("counting", tokens)
+        before = evaluate("counting", expected_tokens(source, tokenizer, tokens))
     first = next(windows())[:tokens]
-    with showing(console, "timing and pruning"):
-        speed = _tokens_per_second(loaded, first)
+    speed = _tokens_per_second(console, loaded, first)
+    with showing(console, "pruning"):
         report = prune_(loaded, counts_of(recorded, "text"), min_fires=min_fires)
     after = evaluate("checking", before.tokens)
-    with showing(console, "timing"):
-        speed_after = _tokens_per_second(loaded, first)
+    speed_after = _tokens_per_second(console, loaded, first)
     console.print(str(report), highlight=False, soft_wrap=True)
     table = Table(f"on {before.tokens:,} tokens", "before", "after", "change")
     _add_row(table, "parameters", report.parameters_before, report.parameters_after)
@@ -98,16 +97,17 @@ def _draw(report: PruneReport, subtitle: str, plot: Path) -> None:
     layer_sizes(before, after, plot, title=title, subtitle=f"{subtitle}; {left}")
 
 
-def _tokens_per_second(model: Any, window: list[int]) -> float:
+def _tokens_per_second(console: Console, model: Any, window: list[int]) -> float:
     """Of forwards of one window."""
     import torch
 
     from ..measure import compare
 
     ids = torch.tensor([window], device=model.device)
-    with torch.inference_mode():
-        forward = {"forward": lambda: model(input_ids=ids, use_cache=False)}
-        timing = compare(forward, device=model.device, repetitions=_REPETITIONS)["forward"]
+    forward = {"forward": lambda: model(input_ids=ids, use_cache=False)}
+    with torch.inference_mode(), Bar(console, "timing", _REPETITIONS, "rounds") as bar:
+        options = {"repetitions": _REPETITIONS, "progress": bar.advance}
+        timing = compare(forward, device=model.device, **options)["forward"]
     return len(window) / timing.median
 
 

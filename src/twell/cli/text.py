@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..train.data import DataConfig
@@ -27,6 +27,20 @@ def text_source(text: Sequence[str]) -> DataConfig:
         said = str(error).replace(repr(names), ", ".join(map(repr, names)), 1)
         raise ValueError(said.replace("data.source:", "--text:", 1)) from error
     return source
+
+
+def expected_tokens(source: DataConfig, tokenizer: Any, most: int | None = None) -> int | None:
+    """About how many tokens the text has, up to `most`, from how many its beginning has; None: unknown."""
+    from ..evaluation import text_tokens
+    from ..train.data.sources import documents, text_bytes
+
+    size = text_bytes(source)
+    if size is None:
+        return most
+    beginning = next(documents(source, longest=_PIECE_BYTES))[:_PIECE_BYTES]
+    tokens = sum(1 for _ in text_tokens(tokenizer, [beginning]))
+    found = max(round(size * tokens / len(beginning.encode())), 1)
+    return found if most is None else min(found, most)
 
 
 def _reads_again(name: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from .._errors import ran_out_of_memory, reject
 from .._log import Ran, recorded_paths
+from .._numbers import time_left
 from .energy import Energy, Power, PowerSource, Reading, energy_of, mean_power, sampled
 from .environment import gpu_state
 from .memory import peak_bytes
@@ -182,9 +183,9 @@ def run_contest(
             )
         )
 
-    def attempt(one: Contender, what: str, call: Callable[[], Any]) -> Any:
+    def attempt(one: Contender, what: str, call: Callable[[], Any], left: str = "") -> Any:
         """The result of `call`, None where memory runs out."""
-        setting.say(f"{workload.title}: {what} of {one.name}")
+        setting.say(f"{workload.title}: {what} of {one.name}{left}")
         try:
             return call()
         except RuntimeError as error:
@@ -230,16 +231,24 @@ def run_contest(
             if peak is not None:
                 one.details["peak_bytes"] = one.own_bytes + peak
                 emit(one)
-    if setting.source is None or setting.energy_seconds <= 0:
+    ahead = _energy_seconds(running, setting)
+    if not ahead:
         return
     for window in range(_WINDOWS):
-        for one in running[:: -1 if window % 2 else 1]:
+        for place, one in enumerate(running[:: -1 if window % 2 else 1]):
             what = f"energy (window {window + 1} of {_WINDOWS})"
-            energy = attempt(one, what, lambda one=one: _energy(one, setting))
+            done = (window * len(running) + place) / (_WINDOWS * len(running))
+            left = f"; {time_left(ahead * (1 - done))}"
+            energy = attempt(one, what, lambda one=one: _energy(one, setting), left)
             if energy is not None:
                 joules[one.name].append(energy.joules)
                 power[one.name] = {**state, **energy.power.entries()}
                 emit(one)
+
+
+def _energy_seconds(running: Sequence[Contender], setting: Setting) -> float:
+    """How long the windows take; 0 without energy."""
+    return 0.0 if setting.source is None else _WINDOWS * len(running) * max(setting.energy_seconds, 0.0)
 
 
 def _paths(contender: Contender) -> list[Ran]:
@@ -269,11 +278,15 @@ def _time(
     take = take_round or partial(_one_call_each, device=setting.device)
     noisy = taken = 0
     readers = sampled(source, _SLOW_INTERVAL) if source is not None else nullcontext(readings)
+    began, left = perf_counter(), ""
     collecting = gc_paused() if take_round is None else nullcontext()  # once, not before each round
     with collecting, readers as readings:
         while taken < setting.rounds and noisy < _MOST_NOISY:
-            setting.say(f"{workload.title}: round {taken + 1} of {setting.rounds}")
+            setting.say(f"{workload.title}: round {taken + 1} of {setting.rounds}{left}")
             found = take(running, taken)
+            seconds = (perf_counter() - began) / (taken + noisy + 1)
+            ahead = seconds * (setting.rounds - taken - 1) + _energy_seconds(running, setting)
+            left = f"; {time_left(ahead)}"
             if found is None:
                 noisy += 1
                 continue

@@ -41,6 +41,7 @@ def profile_model(
     sample: int = SAMPLE_TOKENS,
     repetitions: int = REPETITIONS,
     stop: Callable[[], bool] | None = None,
+    timing: Callable[[int, int], None] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Profile:
     """How the neurons of `model` behave on a text. Needs memory for one batch, however long the text is.
@@ -53,6 +54,7 @@ def profile_model(
     sample:       tokens from the start of the text that are kept one by one; 0: none.
     repetitions:  rounds of each block's timing; 0: blocks are not timed.
     stop:         asked after every batch; True ends it there, with what was counted.
+    timing:       called with the number of blocks that have been timed, and of all blocks.
     progress:     called with the number of tokens after every batch.
 
     A text that cannot be read any further (a damaged line) ends it too: `Profile.stopped` says why. The model
@@ -81,7 +83,7 @@ def profile_model(
             break
         check_ids(ids, model)
         if counting is None:
-            counting = _Counting(model, ids, sample, repetitions)
+            counting = _Counting(model, ids, sample, repetitions, timing)
         counting.add(ids)
         if progress is not None:
             progress(ids.numel())
@@ -131,12 +133,20 @@ class _Sequences:
 class _Counting:
     """All blocks of a model, from the first batch on."""
 
-    def __init__(self, model: nn.Module, first: Tensor, sample: int, repetitions: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        first: Tensor,
+        sample: int,
+        repetitions: int,
+        timing: Callable[[int, int], None] | None,
+    ) -> None:
         self._model = model
         self._length = first.shape[1]
         blocks = named_blocks(model)
+        self._timing, self._timed = timing, 0
         self._watched = [
-            _Watched(name, block, self._length, min(sample, self._length), repetitions)
+            _Watched(name, block, self._length, min(sample, self._length), repetitions, self._note_timed)
             for name, block in blocks
         ]
         self._sample = first[0, :sample].tolist()
@@ -146,6 +156,11 @@ class _Counting:
         # Nobody reads the logits, which may take more memory than all else.
         accepts = inspect.signature(model.forward).parameters
         self._options = {"use_cache": False} | ({"logits_to_keep": 1} if "logits_to_keep" in accepts else {})
+
+    def _note_timed(self) -> None:
+        self._timed += 1
+        if self._timing is not None:
+            self._timing(self._timed, len(self._watched))
 
     def add(self, ids: Tensor) -> None:
         device = next(self._model.parameters()).device
@@ -195,8 +210,17 @@ class _Counting:
 class _Watched:
     """One block. `begin` and `finish` go around a batch, `look` sees the block's calls between them."""
 
-    def __init__(self, name: str, block: SparseMLP, length: int, sample: int, repetitions: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        block: SparseMLP,
+        length: int,
+        sample: int,
+        repetitions: int,
+        timed: Callable[[], None],
+    ) -> None:
         self.name, self.block = name, block
+        self._timed = timed
         device = block.down_proj.weight.device
         self.counts = BlockCounts(block.intermediate_size, length, device)
         self.sampled = SampledLayer(sample)
@@ -217,6 +241,7 @@ class _Watched:
         flat = x.flatten(0, 1)
         if self._repetitions and self._speed is None:
             self._speed = measure_speed(block, flat, weights, self._repetitions)
+            self._timed()
         if ordered:
             self.sampled.add(block, x[0], weights)
         nnz = self.counts.add(self._active(block, x, weights), ordered)

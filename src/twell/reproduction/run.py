@@ -25,6 +25,7 @@ from rich.text import Text
 
 from .._errors import reject
 from .._files import make_folder, read_json_object, remove, write_json
+from .._numbers import time_left
 from ..evaluation import evaluate_tasks, load_model
 from ..measure.processes import NOTE
 from ..measure.records import source
@@ -250,8 +251,7 @@ class _Clock:
     def left(self, name: str) -> str:
         if not self._seconds:
             return ""
-        minutes = self._left * self._seconds / self._done / 60
-        return f", about {minutes:.0f} min left" if minutes >= 1 else ", less than a minute left"
+        return f", {time_left(self._left * self._seconds / self._done)}"
 
     def done(self, name: str, seconds: float | None) -> None:
         """seconds: None for a run that was finished before."""

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import lzma
+import os
 import random
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 
 from twell import _log
 from twell.train.data import DataConfig, documents, readers
+from twell.train.data.sources import text_bytes
 
 TEXTS = ["first document\nwith two lines", "zweites, mit Umlaut: ä", "third 🙂\r\n"]
 OPENERS = {"": open, ".gz": gzip.open, ".xz": lzma.open}
@@ -270,3 +272,16 @@ def test_what_lies_beside_records_is_no_data(tmp_path, caplog, monkeypatch):
     with caplog.at_level("WARNING", logger="twell"):
         assert read(tmp_path) == ["one", "two"]
     assert "skipped 2 files beside the records" in caplog.text
+
+
+def test_the_size_of_plain_text_is_known(tmp_path):
+    (tmp_path / "a.txt").write_text("some text\n")
+    (tmp_path / "b.md").write_text("more")
+    named = [str(tmp_path), str(tmp_path / "b.md")]
+    assert text_bytes(DataConfig(source=named)) == 10 + 4 + 4
+    assert text_bytes(DataConfig(source="python")) > 1e6
+    with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
+        file.write("packed")
+    os.mkfifo(tmp_path / "pipe")
+    for unknown in (tmp_path / "c.txt.gz", tmp_path, tmp_path / "pipe", "hf:some/dataset"):
+        assert text_bytes(DataConfig(source=str(unknown))) is None

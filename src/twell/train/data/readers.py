@@ -36,6 +36,11 @@ def has_records(path: Path) -> bool:
     return path.name.lower().endswith((*JSON_LINES, *PARQUET))
 
 
+def is_plain(path: Path) -> bool:
+    """Whether the bytes of the file are its text's."""
+    return not has_records(path) and not path.name.lower().endswith((".gz", ".xz"))
+
+
 def is_named_data(path: Path) -> bool:
     """Whether the name says that this is data."""
     return path.name.lower().endswith((*SEPARATED, *JSON_LINES, *PARQUET))

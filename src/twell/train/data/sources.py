@@ -46,6 +46,22 @@ def documents(config: DataConfig, longest: int | None = None) -> Iterator[str]:
     return _not_empty([_found(name, config.text_field, longest) for name in config.sources], config)
 
 
+def text_bytes(config: DataConfig) -> int | None:
+    """Bytes of the text; None where files hold more than text, and for datasets on the Hub and pipes."""
+    total = 0
+    for name in config.sources:
+        if name.startswith(HUB_PREFIX):
+            return None
+        given = Path(name).expanduser()
+        if name != BUILT_IN and not (given.is_file() or given.is_dir()):  # a look takes away from a pipe
+            return None
+        for path in built_in_files() if name == BUILT_IN else _paths(name):
+            if not readers.is_plain(path):
+                return None
+            total += path.stat().st_size
+    return total
+
+
 def fingerprint(config: DataConfig) -> list[Any]:
     """What identifies the documents: names, sizes and times of files, names of Hugging Face datasets."""
     return [_found(name, config.text_field).fingerprint for name in config.sources]
@@ -131,7 +147,7 @@ def _walk(root: Path, *, skip: frozenset[str], wanted: Callable[[Path], bool]) -
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in skip and not name.startswith(".")]
         paths = [Path(folder, name) for name in names if not name.startswith(".")]
-        found += [path for path in paths if wanted(path) and path.is_file()]
+        found += [path for path in paths if path.is_file() and wanted(path)]
     return sorted(found, key=lambda path: path.relative_to(root).parts)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..._errors import reject
 from ..._files import DamagedError, digest_of_file, new_digest, read_json_object, write_json
 from ..._log import log_once
 from ..config import DataConfig
-from .sources import documents
+from .sources import documents, text_bytes
 from .split import HeldOut, Part, divided
 from .tokenizer import Encoder, parallel_encoding, progress
 
@@ -190,9 +191,11 @@ def _tokenise(
     config: DataConfig, encoder: Encoder, train: TokenWriter, held_out: HeldOut, *, quiet: bool
 ) -> int:
     """Tokenise every document to its side of the split; returns the number of training documents."""
-    read = train_documents = 0
+    read = train_documents = characters = 0
     began = time.monotonic()
-    with parallel_encoding(), progress("tokenising", total=config.max_tokens, quiet=quiet) as report:
+    size = text_bytes(config)
+    total = None if size is None and config.max_tokens is None else 1.0
+    with parallel_encoding(), progress("tokenising", total=total, quiet=quiet) as report:
         for batch in batches(divided(documents(config), config.held_out, config.seed)):
             useful = [part for part in batch if not part.held_out or held_out.wants(part.rank)]
             for part, tokens in zip(useful, encoder.encode([p.text for p in useful]), strict=True):
@@ -205,8 +208,10 @@ def _tokenise(
                 if train.tokens == config.max_tokens:
                     break
             read += len(batch)
+            characters += sum(len(part.text) for part in batch)
             rate = train.tokens / max(time.monotonic() - began, 1e-9)
-            report(train.tokens, f"{read:,} documents, {train.tokens:,} tokens, {rate:,.0f} tokens/s")
+            done = max(characters / size if size else 0, train.tokens / (config.max_tokens or math.inf))
+            report(done, f"{read:,} documents, {train.tokens:,} tokens, {rate:,.0f} tokens/s")
             if train.tokens == config.max_tokens:
                 break
     return train_documents

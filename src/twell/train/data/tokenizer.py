@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from ..._errors import needed, reject
 from ..._files import DamagedError, digest_of, digest_of_json, make_folder, open_or_build
 from ..config import DataConfig
-from .sources import documents, fingerprint
+from .sources import documents, fingerprint, text_bytes
 from .split import VERSION as SPLIT
 from .split import divided
 
@@ -54,13 +61,21 @@ def obtain_tokenizer(
 
     def build(into: Path) -> None:
         texts = _training_texts(config)
-        train_tokenizer(texts, vocab_size=config.vocab_size, quiet=quiet).save(str(into / _FILE))
+        size = text_bytes(config)
+        read = None if size is None else min(int(size * (1 - config.held_out)), config.tokenizer_bytes)
+        tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size, quiet=quiet, characters=read)
+        tokenizer.save(str(into / _FILE))
 
     return wrapped(open_or_build(folder, _open, build, advice=DISK_FULL))
 
 
-def train_tokenizer(texts: Iterable[str], *, vocab_size: int, quiet: bool = True) -> Tokenizer:
-    """A byte-level BPE of at most `vocab_size` tokens; equal texts give equal tokenizers."""
+def train_tokenizer(
+    texts: Iterable[str], *, vocab_size: int, quiet: bool = True, characters: int | None = None
+) -> Tokenizer:
+    """A byte-level BPE of at most `vocab_size` tokens; equal texts give equal tokenizers.
+
+    characters:  about how many the texts have, if that is known: for the bar.
+    """
     tokenizers = needed("tokenizers", "training a tokenizer", extra="train")
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -72,7 +87,7 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int, quiet: bool = True
         initial_alphabet=sorted(byte_level.alphabet()),
         show_progress=False,
     )
-    with parallel_encoding(), progress("training the tokenizer", total=None, quiet=quiet) as report:
+    with parallel_encoding(), progress("training the tokenizer", total=characters, quiet=quiet) as report:
 
         def reported() -> Iterator[str]:
             read = 0
@@ -170,10 +185,10 @@ def parallel_encoding() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress(description: str, *, total: int | None, quiet: bool) -> Iterator[Callable[[int, str], None]]:
+def progress(description: str, *, total: float | None, quiet: bool) -> Iterator[Callable[[float, str], None]]:
     """A progress bar on stderr; yields a function that takes how much is done, and a note.
 
-    total:  None if it is unknown.
+    total:  None if it is unknown; else the bar shows the time that is left.
     quiet:  show nothing.
     """
     bar = Progress(
@@ -181,7 +196,7 @@ def progress(description: str, *, total: int | None, quiet: bool) -> Iterator[Ca
         TextColumn("{task.description}"),
         BarColumn(bar_width=24),
         TextColumn("{task.fields[note]}"),
-        TimeElapsedColumn(),
+        TimeElapsedColumn() if total is None else TimeRemainingColumn(),
         console=Console(stderr=True),
         disable=quiet,
     )
