@@ -362,6 +362,16 @@ class TestAutoChoosesByDensity:
         x[64:128, 0] *= -1  # the constant feature flips, so the second block of 64 fires nearly all
         assert self.paths_of((x, up, down, gate)) == ["row", "dense", "dense"]
 
+    def test_what_stays_dense_keeps_its_reason(self, monkeypatch):
+        """Shown to whoever asks why a block ran dense: of the chunk that was looked at, not "automatic"."""
+        monkeypatch.setattr(forward, "CHUNK_TOKENS", range(32, 33))
+        operands = make_ffn(256, 32, 400, 300).operands()
+        with recorded_paths() as ran:
+            check(operands, cpu_plan("auto"))
+        first, *others = (piece.reason for piece in ran)
+        assert "active" in first
+        assert others == [first]
+
     def test_every_block_may_use_a_quarter_of_the_neurons(self):
         active = torch.zeros(128, 400, dtype=torch.bool)
         active[:64, :100] = active[64:, 300:] = True

@@ -79,10 +79,10 @@ def _single_token(
 
 def _chunks(x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None) -> Tensor:
     tokens, chunk = x.shape[0], max(_chunk_tokens(), decision.block_rows or DEFAULT_BLOCK_ROWS)
-    outputs, start = [], 0
+    outputs, start, reason = [], 0, decision.reason
     while start < tokens or not outputs:  # no tokens still make one chunk
         stop = tokens if path == "dense" else min(start + chunk, tokens)
-        y, ran = _finish_chunk(x[start:stop], path, decision, weights, stats)
+        y, ran, reason = _finish_chunk(x[start:stop], path, reason, decision, weights, stats)
         if ran == "dense":
             path = "dense"  # also for the remaining tokens
         outputs.append(y)
@@ -91,12 +91,12 @@ def _chunks(x: Tensor, path: str, decision: Decision, weights: WeightViews, stat
 
 
 def _finish_chunk(
-    x: Tensor, path: str, decision: Decision, weights: WeightViews, stats: Stats | None
-) -> tuple[Tensor, str]:
-    """y [m, D] of one chunk, and the path it took."""
+    x: Tensor, path: str, reason: str, decision: Decision, weights: WeightViews, stats: Stats | None
+) -> tuple[Tensor, str, str]:
+    """y [m, D] of one chunk, the path it took, and why."""
     activated = weights.activate_selector(x)
     block_rows = decision.block_rows or DEFAULT_BLOCK_ROWS
-    automatic, reason = path == "auto", decision.reason
+    automatic = path == "auto"
     if automatic:
         path, reason = decision.chunks.choose(activated)
     if path != "dense":
@@ -106,10 +106,12 @@ def _finish_chunk(
             path, reason = "dense", f"{count / max(active.numel(), 1):.1%} of all pairs active"
     _note(decision, path, reason, x, weights)
     if path == "row":
-        return finish_row(x, activated, active, count, weights, stats), path
-    if path == "block":
-        return finish_block(x, activated, active, block_rows, weights, stats), path
-    return finish_dense(x, activated, weights, stats), path
+        y = finish_row(x, activated, active, count, weights, stats)
+    elif path == "block":
+        y = finish_block(x, activated, active, block_rows, weights, stats)
+    else:
+        y = finish_dense(x, activated, weights, stats)
+    return y, path, reason
 
 
 def _note(decision: Decision, path: str, reason: str, x: Tensor, weights: WeightViews) -> None:
