@@ -44,8 +44,19 @@ def test_clean_repository(repository, monkeypatch):
     head = git(repository, "rev-parse", "--short", "HEAD")
     assert commit(repository) == head
     assert commit(str(repository / "inner" / "file.txt")) == head
-    monkeypatch.chdir(repository / "inner")
-    assert commit() == head
+
+
+@needs_git
+def test_by_default_it_is_that_of_twell(repository, monkeypatch):
+    """Wherever a command is given; and an installed copy is no part of the repository around it."""
+    installed = repository / "inner" / "environment.py"
+    monkeypatch.setattr(environment, "__file__", str(installed))
+    installed.write_text("")
+    assert commit() == "unknown"
+    git(repository, "add", ".")
+    git(repository, "commit", "--quiet", "--message", "second")
+    monkeypatch.chdir("/")
+    assert commit() == commit(repository) == git(repository, "rev-parse", "--short", "HEAD")
 
 
 @needs_git

@@ -73,12 +73,15 @@ def versions() -> dict[str, str | None]:
 def commit(path: str | os.PathLike[str] | None = None) -> str:
     """Short hash of the commit checked out in the repository that holds `path`; never raises.
 
-    `path` defaults to the working directory. "+dirty" marks modified tracked files. Without git, a repository
-    or a commit the result is "unknown".
+    `path` defaults to the file of twell that runs, as long as its repository tracks it: an installed copy may
+    lie inside somebody else's. "+dirty" marks modified tracked files. Without git, a repository or a commit
+    the result is "unknown".
     """
     try:
-        place = Path.cwd() if path is None else Path(path).absolute()
+        place = Path(__file__).resolve() if path is None else Path(path).absolute()
         folder = place if place.is_dir() else place.parent
+        if path is None:
+            _git(folder, "ls-files", "--error-unmatch", place.name)
         head = _git(folder, "rev-parse", "--short", "HEAD")
         changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, ValueError, subprocess.SubprocessError):
