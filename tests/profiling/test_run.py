@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 from twell import SparseMLP
 from twell.profiling import profile_model
-from twell.profiling.speed import pearson
+from twell.profiling.speed import correlation_of, pearson
 from twell.train.data.tokenizer import train_tokenizer, wrapped
 
 TEXTS = ["the quick brown fox jumps over the lazy dog. " * 30, "numbers: 1 2 3 5 8 13 21 34 55 89\n" * 30]
@@ -98,10 +98,25 @@ def test_equal_batches_of_any_size_count_the_same(tokenizer):
 
 
 def test_correlation():
-    assert pearson([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]) == pytest.approx(-1)
-    assert pearson([1.0, 2.0, 4.0, 3.0], [2.0, 4.0, 8.0, 6.0]) == pytest.approx(1)
-    assert pearson([1.0, 2.0], [2.0, 1.0]) is None
-    assert pearson([1.0, 1.0, 1.0], [2.0, 1.0, 3.0]) is None
+    nnz = [1.0, 2.0, 4.0, 3.0, 6.0, 5.0]
+    assert pearson(nnz, [-count for count in nnz]) == pytest.approx(-1)
+    assert pearson(nnz, [2 * count for count in nnz]) == pytest.approx(1)
+    assert pearson(nnz[:5], nnz[:5]) is None  # of so few layers chance makes one
+    assert pearson([1.0] * 6, nnz) is None
+
+
+@pytest.mark.parametrize(("most", "expected"), [(33.0, None), (34.0, -1.0)])
+def test_layers_alike_have_no_correlation(most, expected):
+    """By less than a tenth, nnz tells layers apart no more than noise does."""
+    layers = [timed_layer(nnz, 100 / nnz) for nnz in (30.1, 30.2, 30.3, 30.4, 30.5, most)]
+    found = correlation_of(layers)
+    assert found.paper == -0.996
+    assert found.sparse == (expected and pytest.approx(expected, abs=0.01))
+    assert found.auto == found.sparse
+
+
+def timed_layer(nnz: float, gain: float) -> SimpleNamespace:
+    return SimpleNamespace(speed=SimpleNamespace(nnz=nnz, sparse_speedup=gain, auto_speedup=gain))
 
 
 @pytest.mark.gpu

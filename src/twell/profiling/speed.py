@@ -22,7 +22,8 @@ from .schema import Correlation, LayerProfile, Speed
 
 PAPER_CORRELATION = -0.996  # between a layer's nnz and its speed-up, with the paper's kernels
 _SETTLING = 5  # calls after which an automatic plan has read how active the layer is
-_FEWEST_LAYERS = 3
+_FEWEST_LAYERS = 6  # of fewer, chance alone makes a correlation
+_ALIKE = 1.1  # times the least active layer: within that, nnz tells layers apart no more than noise does
 # A CPU takes a second for 1,024 tokens of a large block.
 _MOST_TOKENS = {"cpu": 1024, "cuda": 65_536}
 
@@ -68,6 +69,8 @@ def correlation_of(layers: Sequence[LayerProfile]) -> Correlation | None:
     if not speeds:
         return None
     nnz = [speed.nnz for speed in speeds]
+    if max(nnz) <= _ALIKE * min(nnz):
+        return Correlation(sparse=None, auto=None, paper=PAPER_CORRELATION)
     return Correlation(
         sparse=pearson(nnz, [speed.sparse_speedup for speed in speeds]),
         auto=pearson(nnz, [speed.auto_speedup for speed in speeds]),
@@ -76,7 +79,7 @@ def correlation_of(layers: Sequence[LayerProfile]) -> Correlation | None:
 
 
 def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    """None for fewer than three points, or where one side does not vary."""
+    """None for few points, or where one side does not vary."""
     if len(xs) < _FEWEST_LAYERS:
         return None
     mean_x, mean_y = fmean(xs), fmean(ys)
