@@ -252,8 +252,21 @@ def test_outputs_are_checked_first(made, tmp_path):
     for arguments, said in (
         (("--out", tmp_path / "none" / "r.html"), "a folder that exists"),
         (("--out", tmp_path), "a file to write"),
-        (("--out", made / "bench.jsonl"), "one of the inputs"),
+        (("--out", made / "bench.jsonl"), "an input or a file of one"),
+        (("--markdown", made / "bench.jsonl"), "an input or a file of one"),
+        (("--out", tmp_path / "r.md", "--markdown", tmp_path / "r.md"), "the file of --out"),
     ):
         done = run(made / "bench.jsonl", *arguments)
         assert said in str(done.exception)
     assert json.loads((made / "bench.jsonl").read_text().splitlines()[0])
+
+
+def test_a_folder_that_is_an_input_keeps_its_data(made):
+    folder = made / "some"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for data in before:
+        assert "an input or a file of one" in str(run(folder, "--out", data).exception)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for _ in range(2):  # a report may lie there, and be replaced
+        assert run(folder, "--out", folder / "report.html").exit_code == 0
+    (folder / "report.html").unlink()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..report import Report
 
 _RESULTS = "results.json"  # of a reproduction
+_PAGES = (".html", ".md")  # an older report may be replaced, wherever it is
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
@@ -41,6 +42,14 @@ def _of_reproduction(results: dict[str, Any]) -> Report:
         )
 
 
+def _holds(given: Path, path: Path) -> bool:
+    """Whether `path` is an input, or data in the folder that is one."""
+    if path.samefile(given):
+        return True
+    data = path.suffix not in _PAGES
+    return given.is_dir() and data and path.resolve().is_relative_to(given.resolve())
+
+
 def run_report(*, inputs: list[Path], out: Path, markdown: Path | None) -> None:
     from ..report import make_report
 
@@ -51,8 +60,10 @@ def run_report(*, inputs: list[Path], out: Path, markdown: Path | None) -> None:
             reject(argument, f"{path}, a folder", "a file to write")
         if not path.absolute().parent.is_dir():
             reject(argument, str(path), "a file in a folder that exists")
-        if any(path.exists() and path.samefile(given) for given in inputs if given.exists()):
-            reject(argument, f"{path}, one of the inputs", "another file")
+        if path.exists() and any(_holds(given, path) for given in inputs if given.exists()):
+            reject(argument, f"{path}, an input or a file of one", "another file")
+    if markdown is not None and markdown.absolute() == out.absolute():
+        reject("markdown", f"{markdown}, the file of --out", "another file")
     results = [found for path in inputs if (found := _reproduction(path)) is not None]
     if results and len(inputs) > 1:
         reject("input", "a reproduction beside others", "a reproduction alone, or any of the others")
