@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from twell.cli.app import app
 from twell.reproduction.results import tables
+from twell.train.run_folder import exclusive
 
 from ..train.runs import ROOT, write_corpus
 from ..train.test_run import disturbed
@@ -165,9 +166,20 @@ def test_a_run_that_diverges_does_not_end_the_others(folder):
         assert all("step" in run["failure"] for run in found["runs"].values())
 
 
+def test_two_at_once_do_not_share_a_folder(folder):
+    out = folder / "out"
+    out.mkdir(exist_ok=True)
+    with (
+        exclusive(out, "out"),
+        pytest.raises(ValueError, match=r"^out: got .*; accepted: a folder that no other process is using"),
+    ):
+        reproduce(folder, "--experiments", "activation")
+
+
 def test_the_folder_of_something_else_is_refused(folder):
     begun(folder)
     with pytest.raises(ValueError, match="begun with other settings or another text"):
         reproduce(folder, "--experiments", "activation", "train.lr=1e-4")
     with pytest.raises(ValueError, match=r"^out: got .*corpus.*; accepted: a new or empty folder"):
         reproduce(folder, "--out", str(folder / "corpus"))
+    assert not any(path.name.startswith(".") for path in (folder / "corpus").iterdir())

@@ -87,7 +87,7 @@ def test_a_killed_run_can_be_resumed_while_its_workers_live(corpus, tmp_path, mo
         while not list(folder.glob("checkpoint-*/manifest.json")):
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.05)
-        with pytest.raises(ValueError, match="a folder that no other run is using"):
+        with pytest.raises(ValueError, match="a folder that no other process is using"):
             train(config, folder, resume=True, console=QUIET)
         workers = _children(process.pid)
         assert len(workers) >= 2
@@ -122,7 +122,7 @@ def test_what_a_run_forks_neither_holds_its_folder_nor_lets_others_in(corpus, tm
         try:
             os.read(ready, 1)
             with (
-                pytest.raises(ValueError, match="a folder that no other run is using"),
+                pytest.raises(ValueError, match="a folder that no other process is using"),
                 claimed(config, folder, resume=True, first=True),
             ):
                 pass

@@ -90,7 +90,7 @@ def test_other_files_and_other_runs_are_safe(corpus, tmp_path):
     free = tmp_path / "free"
     with (
         claimed(config, free, resume=False, first=True),
-        pytest.raises(ValueError, match="a folder that no other run is using"),
+        pytest.raises(ValueError, match="a folder that no other process is using"),
     ):
         train(config, free, console=QUIET)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -34,7 +35,7 @@ from ..train.config import RunConfig
 from ..train.distributed import is_first
 from ..train.metrics import read_metrics
 from ..train.run import train
-from ..train.run_folder import CONFIG, METRICS, with_absolute_paths
+from ..train.run_folder import CONFIG, METRICS, exclusive, with_absolute_paths
 from .recipes import SCALES, Plan, experiments_of
 from .speed import measure_speed
 
@@ -72,7 +73,22 @@ def reproduce(
     """
     console = console or Console()
     make_folder(out, "out")
-    _check_folder(plan, out)
+    _refuse_foreign(out)  # before a lock is written there
+    with exclusive(out, "out") if is_first() else nullcontext():
+        _check_folder(plan, out)
+        return _all(plan, out, tasks, include, command, commit, console)
+
+
+def _all(
+    plan: Plan,
+    out: Path,
+    tasks: Sequence[str] | None,
+    include: Path | None,
+    command: str,
+    commit: str | None,
+    console: Console,
+) -> Outcome:
+    """What `reproduce` does in a folder of its own."""
     chosen = SCALES[plan.scale].tasks if tasks is None else tuple(tasks)
     # A call with other experiments adds to what earlier ones have found.
     before = read_json_object(out / RESULTS) or {"experiments": {}, "runs": {}}
@@ -209,14 +225,17 @@ def _described(plan: Plan, name: str) -> dict[str, Any]:
     }
 
 
+def _refuse_foreign(out: Path) -> None:
+    """Refuse a folder that holds something else than a reproduction, or one whose plan is damaged."""
+    if read_json_object(out / PLAN) is None and any(not path.name.startswith(".") for path in out.iterdir()):
+        reject("out", str(out), "a new or empty folder, or that of a reproduction to continue")
+
+
 def _check_folder(plan: Plan, out: Path) -> None:
     """Refuse the folder of another reproduction; note this one. Experiments may be added later."""
     now = {"scale": plan.scale, "runs": {name: _settings(config) for name, config in plan.configs.items()}}
     stored = read_json_object(out / PLAN)
-    if stored is None:
-        if any(not path.name.startswith(".") for path in out.iterdir()):
-            reject("out", str(out), "a new or empty folder, or that of a reproduction to continue")
-    else:
+    if stored is not None:
         if stored.get("scale") != plan.scale:
             reject("out", f"{out}, begun at scale {stored.get('scale')}", "another folder, or that scale")
         for name, settings in stored.get("runs", {}).items():

@@ -40,7 +40,7 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
     make_folder(folder, "out")
     if not resume and _names(folder) and not (folder / _LOCK).exists():
         reject("out", str(folder), "a new folder, or an empty one")  # before anything is written there
-    with _locked(folder, "resume" if resume else "out"):
+    with exclusive(folder, "resume" if resume else "out"):
         if resume:
             _check_settings(config, folder)
         else:
@@ -49,13 +49,13 @@ def claimed(config: RunConfig, folder: Path, *, resume: bool, first: bool) -> It
 
 
 @contextmanager
-def _locked(folder: Path, argument: str) -> Iterator[None]:
-    """Keep other runs out, until this process ends or leaves the context."""
+def exclusive(folder: Path, argument: str) -> Iterator[None]:
+    """Keep other processes out of `folder`, until this one ends or leaves the context."""
     with locked(folder / _LOCK, wait=0) as state:
         if state == "busy":
-            reject(argument, str(folder), "a folder that no other run is using right now")
+            reject(argument, str(folder), "a folder that no other process is using right now")
         if state == "unavailable":
-            log_once(f"{folder} cannot be locked: nothing keeps a second run out")
+            log_once(f"{folder} cannot be locked: nothing keeps a second process out")
         yield
 
 
