@@ -14,7 +14,7 @@ from rich.console import Console
 from .._errors import reject
 from .._files import write_json
 from .plot_file import check_plot, short_name
-from .progress import NOISY, Bar, showing
+from .progress import DENSE_GAINS, NOISY, Bar, showing
 from .text import text_source
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def _show(console: Console, explained: Explanation, tokens: int, place: str) -> 
     share = sum(1 / gain.middle for gain in gains) / len(gains)
     said = f"{tokens:,} tokens on {place}: a block takes {share:.0%} of dense PyTorch's time on average "
     _say(console, f"{said}(95% intervals above).", width)
+    if any(layer.forward == "dense" and layer.gain is not None and layer.gain.low > 1 for layer in explained):
+        _say(console, DENSE_GAINS, width)
     if any(gain.is_wide for gain in gains):
         _say(console, NOISY, width, style="yellow")
 

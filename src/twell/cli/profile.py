@@ -16,7 +16,7 @@ from rich.table import Table
 
 from .._errors import reject
 from .._files import needs_space
-from .progress import NOISY, Steps, showing
+from .progress import DENSE_GAINS, NOISY, Steps, showing
 from .status import FAILED, INTERRUPTED
 from .text import expected_tokens, text_source
 
@@ -167,6 +167,8 @@ def _show_lines(console: Console, profile: Profile) -> None:
             f"{speeds[0].tokens:,} tokens on {place}.{_correlation(profile)}",
             **_PLAIN,
         )
+        if any(speed.auto_path == "dense" and speed.interval.low > 1 for speed in speeds):
+            console.print(DENSE_GAINS, **_PLAIN)
         if any(speed.interval.is_wide for speed in speeds):
             console.print(NOISY, style="yellow", **_PLAIN)
     if profile.mean_share > _HARDLY_SPARSE:
