@@ -11,7 +11,7 @@ VLLM_READY := .venv-vllm/.ready
 SEED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo reproduce wheel test test-families test-targets setup-vllm test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
+.PHONY: help setup demo reproduce wheel test test-families test-targets setup-oldest-triton test-targets-oldest setup-vllm test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -46,6 +46,19 @@ test-serving: $(READY)  ## ask transformers' server, with our models, as clients
 
 test-targets: $(READY)  ## compile all kernels for sm_80, 89, 90, 100 and 120; no GPU needed (5 minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m targets tests/kernels/gpu/test_compile.py
+
+# Beside the environment, and without the others' requirements: torch wants a Triton of its own.
+OLDEST_TRITON := triton==3.6.0
+OLDEST := $(CURDIR)/$(VENV)/triton-oldest
+$(OLDEST)/triton: pyproject.toml | $(READY)
+	rm -rf $(OLDEST)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(OLDEST) "$(OLDEST_TRITON)"
+	@touch $(OLDEST)/triton
+
+setup-oldest-triton: $(OLDEST)/triton
+
+test-targets-oldest: $(OLDEST)/triton  ## the same with the oldest Triton that is accepted (5 minutes)
+	PYTHONPATH=$(OLDEST) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m targets tests/kernels/gpu/test_compile.py
 
 # An environment of its own: vLLM pins torch and much else. It asks for torchvision, torchaudio and torchcodec
 # as well, whose builds do not fit torch's CPU build and fail when transformers imports them.

@@ -12,7 +12,7 @@ import pytest
 from .compile_targets import gpu_of_target
 
 ROOT = Path(__file__).parents[3]
-FEW_BYTES = 128  # of stack: compilers differ by a few registers; a tile that does not fit takes far more
+FEW_BYTES = 320  # of stack: Triton 3.6 takes up to 280, later ones 100; tiles that do not fit take far more
 KERNELS = {"90": 23, "hopper": 57} | dict.fromkeys(("80", "89", "100", "120"), 53)
 
 
@@ -20,7 +20,9 @@ KERNELS = {"90": 23, "hopper": 57} | dict.fromkeys(("80", "89", "100", "120"), 5
 @pytest.mark.parametrize("target", KERNELS)
 def test_compiles(target, tmp_path):
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    # A Triton on the path of the tests, like the oldest that is accepted, goes before the installed one.
+    path = [*filter(None, [environment.get("PYTHONPATH")]), str(ROOT / "src"), str(ROOT)]
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(path)}
     result = subprocess.run(
         [sys.executable, "-m", "tests.kernels.gpu.compile_targets", target],
         cwd=ROOT,

@@ -61,7 +61,8 @@ def decode_select_up(
     value = rounded(activate(rounded(pre, DTYPE), threshold, SQUARE), DTYPE)
     value = tl.where((token < M)[None, :], value, 0.0)
     live = (tl.max((value != 0.0).to(tl.int32), 1) > 0) & real
-    count = tl.sum(live.to(tl.int32), 0)
+    # Over a column: Triton 3.6 cannot sum a vector that comes from tensor memory (Blackwell).
+    count = tl.sum(live[:, None].to(tl.int32))
     tl.store(counts + block * tl.num_programs(0) + tile, count)
     if count > 0:
         if GATED:
