@@ -9,7 +9,6 @@ import math
 import time
 
 import pytest
-import torch
 
 from twell.measure import Timing, compare, speedup
 from twell.measure import timing as timing_module
