@@ -14,7 +14,7 @@ SEED ?= 0
 .PHONY: help setup demo reproduce wheel test test-families test-targets setup-oldest-triton test-targets-oldest setup-vllm test-vllm test-serving families fuzz fuzz-gpu test-gpu lint format bench bench-gpu tables clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-20s %s\n", $$1, $$2}'
 
 # torch first and pinned: a range that another package names must never pull a different build.
 $(READY): pyproject.toml
@@ -28,7 +28,7 @@ setup: $(READY)  ## create the virtual environment
 demo: $(READY)  ## train a small sparse model, check it, time it, end in a report (CPU, 3 minutes)
 	$(BIN)/twell demo
 
-reproduce: $(READY)  ## run the paper's experiments with tiny models; again: go on (CPU, 12 minutes)
+reproduce: $(READY)  ## run the paper's experiments with tiny models, or continue them (CPU, 12 minutes)
 	$(BIN)/twell reproduce --scale tiny
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m reproduction tests/reproduction/test_tiny.py
 
@@ -100,8 +100,8 @@ format: $(READY)  ## fix style
 bench: $(READY)  ## measure the CPU figures again and append them to benchmarks/results
 	$(BIN)/python benchmarks/ffn_cpu.py
 	$(BIN)/python benchmarks/format_memory.py
-	$(BIN)/twell bench inference --out benchmarks/results/bench_inference.jsonl
-	$(BIN)/twell bench training --out benchmarks/results/bench_training.jsonl
+	$(BIN)/twell bench inference --device cpu --out benchmarks/results/bench_inference.jsonl
+	$(BIN)/twell bench training --device cpu --out benchmarks/results/bench_training.jsonl
 
 bench-gpu:  ## measure the GPU figures again with the interpreter that has CUDA torch (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) benchmarks/ffn_inference.py

@@ -17,6 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from twell.cli.app import app
+from twell.reproduction import run as runs
 from twell.reproduction.results import tables
 from twell.train.run_folder import exclusive
 
@@ -153,6 +154,33 @@ def test_more_experiments_in_the_same_folder_with_a_ctrl_c(folder, monkeypatch):
     for plot in ("training.png", "speedup.png"):
         with Image.open(out / plot) as image:
             assert min(image.size) > 300
+
+
+def test_a_run_that_does_not_fit_does_not_end_the_others(folder, monkeypatch):
+    """Whoever raises: a CPU's allocator and cuBLAS have no error class of their own."""
+    real = runs.train
+
+    def train(config, *arguments, **options):
+        if config.model.activation == "silu":
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")
+        return real(config, *arguments, **options)
+
+    monkeypatch.setattr(runs, "train", train)
+    more = ("--experiments", "activation", "--out", str(folder / "no-room"))
+    result = reproduce(folder, *more, "train.steps=3")
+    assert result.exit_code == 1
+    assert "silu failed: [enforce fail] DefaultCPUAllocator" in result.output
+    assert result.output.splitlines()[-1] == "failed: silu; the same command tries again"
+    assert (folder / "no-room" / "runs" / "lambda-0" / "speed.json").exists()
+
+
+def test_a_run_with_a_bug_ends_the_command(folder, monkeypatch):
+    def train(*_, **__):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(runs, "train", train)
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        reproduce(folder, "--experiments", "activation", "--out", str(folder / "bug"))
 
 
 def test_a_run_that_diverges_does_not_end_the_others(folder):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import stopping_criteria as criteria
 
-from .._errors import reject
+from .._errors import ran_out_of_memory, reject
 from .._log import log_once
 from .cache import is_plain
 from .decoder import is_understood
@@ -349,10 +349,13 @@ def _new_step(model: Any, request: Request, cache: Any, columns: int, kept: _Kep
     for _ in range(2):
         try:
             return Step(model, request.sampling, cache, batch, columns, stops)
-        except torch.OutOfMemoryError:
-            kept.clear()  # steps for other batches hold caches as well, and graphs of prompts
-            kept.prompts.clear()
-            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
+        # Not before: the error holds what its frames held.
+        kept.clear()  # steps for other batches hold caches as well, and graphs of prompts
+        kept.prompts.clear()
+        torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(request.tokens.device)
     of_one = sum(t[0, :, 0].nbytes for layer in cache.layers for t in (layer.keys, layer.values)) * columns
     log_once(
@@ -370,9 +373,9 @@ def _agrees(model: Any, step: Step, request: Request, cache: Any) -> bool:
     step.token.copy_(token[:, 0])
     try:
         ours = step.logits().float()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception:
+    except Exception as error:
+        if ran_out_of_memory(error):
+            raise
         return False
     longer = torch.cat((attended, attended.new_ones(attended.shape[0], 1)), 1)
     inputs = model.prepare_inputs_for_generation(

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from .._errors import reject
+from .._errors import ran_out_of_memory, reject
 from .._files import make_folder, read_json_object, remove, write_json
 from .._numbers import time_left
 from ..evaluation import evaluate_tasks, load_model
@@ -112,7 +112,9 @@ def _all(
         skipped = _is_done(folder, chosen)
         try:
             finished = _one(plan, name, folder, chosen, include, commit, entry, console)
-        except (FloatingPointError, torch.OutOfMemoryError) as error:
+        except (FloatingPointError, RuntimeError) as error:
+            if not (isinstance(error, FloatingPointError) or ran_out_of_memory(error)):
+                raise
             finished, entry["failure"] = True, str(error).partition("\n")[0]
             _say(console, f"{name} failed: {entry['failure']}")
         if not finished:
@@ -227,7 +229,9 @@ def _described(plan: Plan, name: str) -> dict[str, Any]:
 
 def _refuse_foreign(out: Path) -> None:
     """Refuse a folder that holds something else than a reproduction, or one whose plan is damaged."""
-    if read_json_object(out / PLAN) is None and any(not path.name.startswith(".") for path in out.iterdir()):
+    # First what is there, then the plan: under torchrun another process may write it in between.
+    used = any(not path.name.startswith(".") for path in out.iterdir())
+    if used and read_json_object(out / PLAN) is None:
         reject("out", str(out), "a new or empty folder, or that of a reproduction to continue")
 
 
