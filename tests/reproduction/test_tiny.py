@@ -9,6 +9,7 @@ import math
 import pytest
 
 pytest.importorskip("transformers")
+pytest.importorskip("PIL")
 from PIL import Image
 
 from twell.reproduction.recipes import SCALES, experiments_of, plan
