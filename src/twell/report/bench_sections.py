@@ -9,8 +9,17 @@ from .._numbers import digits
 from ..measure.records import Record
 from .chart import Bar, Bars
 from .document import Block, Figure, Figures, Paragraph, Section, Table
-from .record_names import comparison, contender, counted_on, is_bench, rounds_of, short_model, size_of
-from .wording import gigabytes, optional, seconds, share, short, times
+from .record_names import (
+    comparison,
+    contender,
+    counted_on,
+    has_resampled_bounds,
+    is_bench,
+    rounds_of,
+    short_model,
+    size_of,
+)
+from .wording import RESAMPLED, gigabytes, optional, seconds, share, short, times
 
 _TITLES = {
     "forward": "Forward pass",
@@ -173,7 +182,8 @@ def _conditions(group: list[Record]) -> str:
 def _legend(group: list[Record]) -> str:
     parts = []
     if any("over" in name for r in group for name in r.details):
-        parts.append(f"In brackets: {MEANING}.")
+        resampled = any(map(has_resampled_bounds, group))
+        parts.append(f"In brackets: {f'{RESAMPLED}, in an older record' if resampled else MEANING}.")
     if any("against_float32" in r.details for r in group):
         wider = "float64" if group[0].shape.get("dtype") == "float32" else "float32"
         against = f"the same model in {wider}" if group[0].details.get("against_float32") else "dense eager"
