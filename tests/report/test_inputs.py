@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from twell.cli.app import app
-from twell.measure.records import Record, read_records, write_records
+from twell.measure.records import Record, write_records
 from twell.report import make_report, read_inputs
-from twell.report.origin_sections import bench_command, commands
+from twell.report.origin_sections import commands
 from twell.report.sweep import sweeps
 
 from ..test_documents import ROOT, check_command
@@ -103,13 +103,7 @@ def test_commands_exist_and_name_what_was_run(everything):
         check_command(shlex.split(line)[1:])
     assert f"twell profile {everything[0].parent / 'some'} --text corpus" in "\n".join(text)
     assert legend.text == "In capitals, what you fill in. NEW_FOLDER: where to write."
-    [record, *_] = bench_records()
-    command = bench_command(record)
-    assert "--shape 4x32" in command
-    assert "--nnz 12" in command
-    for path in ("bench_inference", "bench_training"):
-        for record in read_records(ROOT / "benchmarks" / "results" / f"{path}.jsonl"):
-            check_command(shlex.split(bench_command(record))[1:])
+    assert "--shape 4x32" in "\n".join(text)
 
 
 def of_model(name: str) -> list[Record]:
