@@ -17,6 +17,8 @@ from twell.report.document import HeatMap
 from twell.report.heat_map import LEVELS, heat_map, level
 from twell.report.run_sections import run_sections
 
+from ..scripts import benchmark_modules
+from ..test_documents import ROOT
 from .conftest import STRANGE, bench_records
 
 VOID = {"meta", "link", "br"}
@@ -213,6 +215,16 @@ def test_a_profile_without_a_sample_has_no_map_and_no_script(everything, tmp_pat
     page = Page(make_report([tmp_path]).html())
     assert "What each token wakes" not in page.text_of("h2")
     assert not any(tag == "script" for tag, _ in page.elements)
+
+
+def test_few_layers_have_no_correlation():
+    """The profile keeps one, over 4 layers."""
+    early = ROOT / "benchmarks" / "results" / "profile_small.json"
+    captions = Page(make_report([early]).html()).text_of("figcaption")
+    assert "A point per layer." in captions
+    assert "Correlation" not in captions
+    with benchmark_modules("tables_profile") as (tables,):
+        assert tables.small().endswith("bfloat16.")
 
 
 def test_drawings_stand_by_themselves(everything):

@@ -211,7 +211,7 @@ def bench_command(group: Sequence[Record], model: str = _MODEL) -> str:
 def _built(record: Record) -> Sequence[str]:
     """How sparse a preset was built, where that is not the preset's own.
 
-    Older records only have what was reached: within 4% of what was asked for, over whole neurons the same.
+    Older records only have what was reached, which rounds to what was asked for.
     """
     preset = PRESETS.get(str(record.shape["model"]))
     usual = None if preset is None else preset.nnz
