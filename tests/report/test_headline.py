@@ -95,7 +95,7 @@ def test_older_records_only_say_how_many_rounds_there_were(tmp_path, rounds, cla
     assert " 95% of resampled medians: 1.50x to 1.50x." in " ".join(found.notes)
     assert "95% interval" not in " ".join(found.notes)
     page = make_report([tmp_path / "records.jsonl"]).html()
-    assert "In brackets: 95% of resampled medians, in an older record." in page
+    assert "In brackets: 95% of resampled medians, as earlier versions had them." in page
     assert "95% interval" not in page
 
 

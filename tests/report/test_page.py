@@ -103,6 +103,31 @@ def test_sections_begin_with_what_matters_most(tmp_path):
     assert "38 layers" in titles[1]
 
 
+def test_comparisons_name_their_machine_and_the_fastest_dense_contender(tmp_path):
+    def said(*records) -> str:
+        write_records(tmp_path / "bench.jsonl", records)
+        [paragraph, *_] = make_report([tmp_path / "bench.jsonl"]).sections[0].blocks
+        return paragraph.text
+
+    eager, best, ours = bench_records()
+    text = said(eager, best, ours)
+    assert text.startswith(f"{eager.hardware['cpu']}, 2 layers, D 32, H 96, float32, ")
+    assert text.endswith(" Over the fastest dense contender: ours eager 1.50x (1.50-1.50).")
+    wrong = dataclasses.replace(best, details={**best.details, "doubtful": 1})
+    assert "Over the fastest" not in said(eager, wrong, ours)  # which is the table's baseline then
+
+
+def test_searches_say_what_they_were_made_on(tmp_path):
+    [first, *_] = bench_records()
+    shape = {**first.shape, "precision": "mixed", "checkpointing": False, "memory_gib": "0.5"}
+    found = dataclasses.replace(
+        first, what="bench_training/micro-batch/dense-eager", unit="sequences", value=3.0, shape=shape
+    )
+    write_records(tmp_path / "bench.jsonl", [dataclasses.replace(found, quantiles={}, rounds=[], details={})])
+    [said, _] = make_report([tmp_path / "bench.jsonl"]).sections[0].blocks
+    assert said.text == f"{first.hardware['cpu']}, 2 layers, D 32, H 96, mixed, in 0.5 GiB."
+
+
 def test_the_papers_figures_are_there(page):
     figures = [text for tag, text in page.texts if tag == "h3"]
     assert {
