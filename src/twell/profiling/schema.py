@@ -122,7 +122,7 @@ class Speed:
 
     @property
     def interval(self) -> Interval:
-        """Of `auto_speedup`."""
+        """The interval of `auto_speedup`."""
         low, high = (self.auto_speedup if end is None else end for end in (self.auto_low, self.auto_high))
         return Interval(low, self.auto_speedup, high)
 

@@ -21,7 +21,7 @@ _SIZES = ("D", "H", "vocabulary")  # shown where they are known
 _COUNTS = ("tokens", "processes", "rounds")
 _MOST = 1 << 53
 
-# Whole models, besides those of `twell bench`: what is compared runs the same model on the same tokens.
+# Whole models, besides what `twell bench` compares; both sides run the same model on the same tokens.
 _MODELS = {
     "generation/captured": "A generated token",
     "generation/text": "A generated token of a trained model",
