@@ -80,8 +80,8 @@ def _gains(what: str, found: Found) -> Row:
 
 
 def _over(found: Found, ours: str, dense: str) -> float | None:
-    """How many times faster ours is, as measured in that run."""
-    return found[ours].details.get(f"over/{dense}") if ours in found else None
+    """How many times faster ours is, as measured in that run; None unless both computed the same."""
+    return found[ours].details.get(f"over/{dense}") if {ours, dense} <= found.keys() else None
 
 
 def _shares(what: str, found: Found, name: str) -> Row:

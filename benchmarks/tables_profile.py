@@ -9,7 +9,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "profile_small.json"
 
 
 def small() -> str:
-    """Layer by layer, and the correlation of nnz with speed."""
+    """Layer by layer, and the correlation of nnz with speed where there are layers enough."""
     from twell.profiling import read_profile  # needs transformers, which takes seconds
 
     profile = read_profile(RESULTS)
@@ -26,10 +26,9 @@ def small() -> str:
             f"| {speed.auto_speedup:.2f}x |"
         )
     where = f"{profile.hardware['gpu']}, torch {profile.versions['torch']}, {profile.dtype}"
-    said = (
-        f"{profile.tokens:,} tokens of unseen text; {where}. Correlation of nnz with the sparse speed-up: "
-        f"{profile.correlation.sparse:.3f}."
-    )
+    said = f"{profile.tokens:,} tokens of unseen text; {where}."
+    if profile.correlation is not None and profile.correlation.sparse is not None:
+        said += f" Correlation of nnz with the sparse speed-up: {profile.correlation.sparse:.3f}."
     return "\n".join([*lines, "", said])
 
 

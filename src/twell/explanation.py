@@ -142,7 +142,7 @@ def explain(
 
 @dataclass
 class _Observed:
-    """Of one block in one pass of the batch; sums, since a layer may be called several times.
+    """One block in one pass of the batch; sums, since a layer may be called several times.
 
     by_blocks: whether the kernels compute a block of tokens on the union of its neurons, as on a GPU.
     seconds:   by plan, of each round.
@@ -256,7 +256,7 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
 
 
 def _lines(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """Of a table with a title above each column."""
+    """The lines of a table with a title above each column."""
     padded = []
     for title, cells in columns.items():
         width = max(map(len, (title, *cells)))

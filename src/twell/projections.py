@@ -134,7 +134,7 @@ def is_bare_projection(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Of a projection: whether its weight is [out, in]."""
+    """Whether a projection's weight is [out, in]."""
     return not is_conv1d(stock_class(base_of(module)))
 
 

@@ -50,7 +50,7 @@ def measure_shares(model: nn.Module, batches: Iterable[Any]) -> dict[str, list[f
 
 
 class _Seen:
-    """Of one block."""
+    """How active one block was, over its calls."""
 
     def __init__(self) -> None:
         self.calls = 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +14,14 @@ from torch import nn
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 from twell import SparseMLP
-from twell.profiling import profile_model
+from twell.profiling import profile_model, read_profile
+from twell.profiling.schema import FEWEST_LAYERS
 from twell.profiling.speed import correlation_of, pearson
 from twell.train.data.tokenizer import train_tokenizer, wrapped
 
 TEXTS = ["the quick brown fox jumps over the lazy dog. " * 30, "numbers: 1 2 3 5 8 13 21 34 55 89\n" * 30]
 LENGTH = 24
+EARLY = Path(__file__).parents[2] / "benchmarks" / "results" / "profile_small.json"  # of 4 layers
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +108,20 @@ def test_correlation():
     assert pearson(nnz, [2 * count for count in nnz]) == pytest.approx(1)
     assert pearson(nnz[:5], nnz[:5]) is None  # of so few layers chance makes one
     assert pearson([1.0] * 6, nnz) is None
+
+
+def test_a_correlation_that_was_kept_for_few_layers_is_not_read(tmp_path):
+    stored = json.loads(EARLY.read_text())["correlation"]
+    assert stored["sparse"] == pytest.approx(-0.987, abs=1e-3)
+    profile = read_profile(EARLY)
+    assert (profile.correlation.sparse, profile.correlation.auto) == (None, None)
+    assert profile.correlation.paper == stored["paper"]
+    known = dataclasses.replace(profile.correlation, sparse=-0.9)
+    for count in (FEWEST_LAYERS - 1, FEWEST_LAYERS):
+        layers = (profile.layers * 2)[:count]
+        dataclasses.replace(profile, layers=layers, correlation=known).save(tmp_path / "profile.json")
+        found = read_profile(tmp_path / "profile.json").correlation
+        assert found.sparse == (-0.9 if count == FEWEST_LAYERS else None)
 
 
 @pytest.mark.parametrize(("most", "expected"), [(33.0, None), (34.0, -1.0)])

@@ -82,11 +82,21 @@ def test_rounds_of_all_processes_count(tmp_path):
     found = headline(tmp_path, two)
     assert found.claim.startswith("A forward")
     assert " The 5 rounds: " in " ".join(found.notes)
+
+
+@pytest.mark.parametrize(("rounds", "claim"), [(1, "Nothing measured here is surely"), (2, "A forward")])
+def test_older_records_only_say_how_many_rounds_there_were(tmp_path, rounds, claim):
     noted = [
-        dataclasses.replace(r, rounds=[], details={**r.details, "rounds": 2, "processes": 2})
+        dataclasses.replace(r, rounds=[], details={**r.details, "rounds": rounds, "processes": 2})
         for r in bench_records()
-    ]  # of older records
-    assert " The 4 rounds: " in " ".join(headline(tmp_path, noted).notes)
+    ]
+    found = headline(tmp_path, noted)
+    assert found.claim.startswith(claim)
+    assert " 95% of resampled medians: 1.50x to 1.50x." in " ".join(found.notes)
+    assert "95% interval" not in " ".join(found.notes)
+    page = make_report([tmp_path / "records.jsonl"]).html()
+    assert "In brackets: 95% of resampled medians, as earlier versions had them." in page
+    assert "95% interval" not in page
 
 
 def test_only_rounds_with_both_count(tmp_path):
@@ -112,16 +122,58 @@ def test_a_dense_contender_that_computes_something_else_is_no_baseline(tmp_path)
 
 def test_a_comparison_with_fewer_dense_contenders_cannot_make_the_headline(tmp_path):
     full = bench_records()
-    later = [
-        dataclasses.replace(r, date="2099-01-01T00:00:00+00:00")
-        for r in bench_records(**{"best-dense": 9.0})
-        if "best-dense" not in r.what
-    ]
-    for record in later:
-        for name in [name for name in record.details if "best-dense" in name]:
-            del record.details[name]
+    later = without_best_dense(bench_records())
     assert headline(tmp_path, later).claim.endswith("2.00x as fast as dense eager.")
     assert headline(tmp_path, [*full, *later]).claim.endswith("1.50x as fast as best dense.")
+
+
+def without_best_dense(records):
+    """A run of the same without that contender, and without what the others gain over it."""
+    return [
+        dataclasses.replace(
+            r,
+            date="2099-01-01T00:00:00+00:00",
+            details={name: value for name, value in r.details.items() if "best-dense" not in name},
+        )
+        for r in records
+        if "best-dense" not in r.what
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "doubtful", "claim"),
+    [
+        (6, False, "1.50x as fast as best dense."),
+        (1, False, "2.00x as fast as dense eager."),  # interrupted
+        (6, True, "2.00x as fast as dense eager."),
+    ],
+)
+def test_what_says_less_cannot_weaken_a_comparison(tmp_path, rounds, doubtful, claim):
+    fewer = without_best_dense(bench_records())
+    more = [
+        dataclasses.replace(
+            r,
+            rounds=[r.rounds[0][:rounds]],
+            details=r.details | ({"doubtful": 1} if doubtful and "best-dense" in r.what else {}),
+        )
+        for r in bench_records()
+    ]
+    for records in ([*more, *fewer], [*fewer, *more]):
+        assert headline(tmp_path, records).claim.endswith(claim)
+
+
+def test_contenders_that_never_ran_side_by_side_gain_nothing(tmp_path):
+    apart = [
+        dataclasses.replace(
+            r, details={name: value for name, value in r.details.items() if not name.startswith("over/")}
+        )
+        for r in bench_records()
+    ]
+    assert any(r.ratio for r in apart)
+    found = headline(tmp_path, apart)
+    assert found.claim == ""
+    assert "as fast" not in " ".join(found.notes)
+    assert "9.00x" in headline(tmp_path, [*apart, block("ffn_cpu/auto", 9.0)]).claim
 
 
 def test_bounds_say_what_they_are(tmp_path):

@@ -11,13 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from twell.cli.app import app
-from twell.measure.records import Record, read_records, write_records
-from twell.report import make_report, read_inputs
-from twell.report.origin_sections import bench_command, commands
+from twell.measure.records import Record, write_records
+from twell.report import make_report, marker, read_inputs
+from twell.report.origin_sections import commands
 from twell.report.sweep import sweeps
 
 from ..test_documents import ROOT, check_command
 from .conftest import bench_records
+
+MARKS = marker.HTML, marker.MARKDOWN
 
 
 def test_every_kind_is_recognised(everything):
@@ -103,13 +105,7 @@ def test_commands_exist_and_name_what_was_run(everything):
         check_command(shlex.split(line)[1:])
     assert f"twell profile {everything[0].parent / 'some'} --text corpus" in "\n".join(text)
     assert legend.text == "In capitals, what you fill in. NEW_FOLDER: where to write."
-    [record, *_] = bench_records()
-    command = bench_command(record)
-    assert "--shape 4x32" in command
-    assert "--nnz 12" in command
-    for path in ("bench_inference", "bench_training"):
-        for record in read_records(ROOT / "benchmarks" / "results" / f"{path}.jsonl"):
-            check_command(shlex.split(bench_command(record))[1:])
+    assert "--shape 4x32" in "\n".join(text)
 
 
 def of_model(name: str) -> list[Record]:
@@ -267,6 +263,58 @@ def test_a_folder_that_is_an_input_keeps_its_data(made):
     for data in before:
         assert "an input or a file of one" in str(run(folder, "--out", data).exception)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    notes = folder / "model" / "README.md"
+    notes.write_text("# My model\n")
+    assert "an input or a file of one" in str(run(folder, "--markdown", notes).exception)
+    assert notes.read_text() == "# My model\n"
+    notes.unlink()
     for _ in range(2):  # a report may lie there, and be replaced
         assert run(folder, "--out", folder / "report.html").exit_code == 0
     (folder / "report.html").unlink()
+
+
+@pytest.mark.parametrize("option", ["--out", "--markdown"])
+@pytest.mark.parametrize("content", ["# My notes\n", "<!DOCTYPE html>\n<title>Mine</title>\n", "\xff", "{}"])
+def test_only_reports_are_replaced(made, tmp_path, option, content):
+    mine = tmp_path / "mine"
+    mine.write_bytes(content.encode("latin-1"))
+    spare = [] if option == "--out" else ["--out", tmp_path / "spare.html"]
+    done = run(made / "bench.jsonl", option, mine, *spare)
+    assert isinstance(done.exception, ValueError)
+    assert "which is no report" in str(done.exception)
+    assert "move that file away" in str(done.exception)
+    assert "\n" not in str(done.exception)
+    assert mine.read_bytes() == content.encode("latin-1")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    mine.write_text("")  # as of `mktemp`
+    for _ in range(2):
+        assert run(made / "bench.jsonl", option, mine, *spare).exit_code == 0
+
+
+def test_reports_of_earlier_versions_are_replaced(made, tmp_path):
+    page, text = tmp_path / "r.html", tmp_path / "r.md"
+    arguments = (made / "bench.jsonl", "--out", page, "--markdown", text)
+    assert run(*arguments).exit_code == 0
+    now = page.read_text(), text.read_text()
+    earlier = [whole.replace(f"{mark}\n", "", 1).lstrip() for whole, mark in zip(now, MARKS, strict=True)]
+    assert all(
+        mark in whole and mark not in old for mark, whole, old in zip(MARKS, now, earlier, strict=True)
+    )
+    page.write_text(earlier[0])
+    text.write_text(earlier[1])
+    assert run(*arguments).exit_code == 0
+    assert (page.read_text(), text.read_text()) == now
+
+
+def test_figures_replace_figures_only(made, tmp_path):
+    arguments = (made / "bench.jsonl", "--out", tmp_path / "r.html", "--markdown", tmp_path / "r.md")
+    assert run(*arguments).exit_code == 0
+    figure = tmp_path / "r_figures" / "bench-0-speed.svg"
+    figure.write_text("<svg></svg>")
+    before = (tmp_path / "r.md").stat().st_mtime_ns
+    assert "which is no figure of a report" in str(run(*arguments).exception)
+    assert figure.read_text() == "<svg></svg>"
+    assert (tmp_path / "r.md").stat().st_mtime_ns == before
+    shutil.rmtree(tmp_path / "r_figures")
+    (tmp_path / "r_figures").write_text("mine")
+    assert "a file where its figures go" in str(run(*arguments).exception)

@@ -17,6 +17,8 @@ from twell.report.document import HeatMap
 from twell.report.heat_map import LEVELS, heat_map, level
 from twell.report.run_sections import run_sections
 
+from ..scripts import benchmark_modules
+from ..test_documents import ROOT
 from .conftest import STRANGE, bench_records
 
 VOID = {"meta", "link", "br"}
@@ -99,6 +101,31 @@ def test_sections_begin_with_what_matters_most(tmp_path):
     assert [title.partition(":")[0] for title in titles] == ["Forward pass"] * 3 + ["Training step"]
     assert titles[0].endswith("NVIDIA H200")
     assert "38 layers" in titles[1]
+
+
+def test_comparisons_name_their_machine_and_the_fastest_dense_contender(tmp_path):
+    def said(*records) -> str:
+        write_records(tmp_path / "bench.jsonl", records)
+        [paragraph, *_] = make_report([tmp_path / "bench.jsonl"]).sections[0].blocks
+        return paragraph.text
+
+    eager, best, ours = bench_records()
+    text = said(eager, best, ours)
+    assert text.startswith(f"{eager.hardware['cpu']}, 2 layers, D 32, H 96, float32, ")
+    assert text.endswith(" Over the fastest dense contender: ours eager 1.50x (1.50-1.50).")
+    wrong = dataclasses.replace(best, details={**best.details, "doubtful": 1})
+    assert "Over the fastest" not in said(eager, wrong, ours)  # which is the table's baseline then
+
+
+def test_searches_say_what_they_were_made_on(tmp_path):
+    [first, *_] = bench_records()
+    shape = {**first.shape, "precision": "mixed", "checkpointing": False, "memory_gib": "0.5"}
+    found = dataclasses.replace(
+        first, what="bench_training/micro-batch/dense-eager", unit="sequences", value=3.0, shape=shape
+    )
+    write_records(tmp_path / "bench.jsonl", [dataclasses.replace(found, quantiles={}, rounds=[], details={})])
+    [said, _] = make_report([tmp_path / "bench.jsonl"]).sections[0].blocks
+    assert said.text == f"{first.hardware['cpu']}, 2 layers, D 32, H 96, mixed, in 0.5 GiB."
 
 
 def test_the_papers_figures_are_there(page):
@@ -213,6 +240,16 @@ def test_a_profile_without_a_sample_has_no_map_and_no_script(everything, tmp_pat
     page = Page(make_report([tmp_path]).html())
     assert "What each token wakes" not in page.text_of("h2")
     assert not any(tag == "script" for tag, _ in page.elements)
+
+
+def test_few_layers_have_no_correlation():
+    """The profile keeps one, over 4 layers."""
+    early = ROOT / "benchmarks" / "results" / "profile_small.json"
+    captions = Page(make_report([early]).html()).text_of("figcaption")
+    assert "A point per layer." in captions
+    assert "Correlation" not in captions
+    with benchmark_modules("tables_profile") as (tables,):
+        assert tables.small().endswith("bfloat16.")
 
 
 def test_drawings_stand_by_themselves(everything):

@@ -114,7 +114,7 @@ def _show(console: Console, explained: Explanation, tokens: int, place: str) -> 
 
 
 def _meanings(tokens: int) -> dict[str, str]:
-    """Of columns whose titles do not say it."""
+    """What columns mean whose titles do not say it."""
     from ..explanation import NEIGHBOURS
 
     union = f"is of {NEIGHBOURS} neighbouring tokens."

@@ -174,7 +174,7 @@ def _pace(made: Sequence[int], seconds: float, start: float, stream: Stream) -> 
 
 
 def _sparse_share(model: Any, steps: int, ran: Sequence[Ran]) -> str:
-    """Of the feed-forward calls. A captured step is recorded once: what was not is as the blocks ran last."""
+    """How many feed-forward calls ran sparse. Captured steps are recorded once; repeats ran like the last."""
     from ..block_table import state_of
     from ..sparsify.blocks import named_blocks
 

@@ -98,7 +98,7 @@ def _draw(report: PruneReport, subtitle: str, plot: Path) -> None:
 
 
 def _tokens_per_second(console: Console, model: Any, window: list[int]) -> float:
-    """Of forwards of one window."""
+    """The speed of forwards over one window."""
     import torch
 
     from ..measure import compare

@@ -39,7 +39,7 @@ def padded_length(length: int) -> int:
 
 
 def fits_prompt(model: nn.Module, batch: int, length: int) -> bool:
-    """Of a model that `decoder.is_understood`. Other blocks than are known may see the padding."""
+    """Whether a model that `decoder.is_understood` takes them padded; unknown blocks may see the padding."""
     return (
         batch * padded_length(length) <= MOST_TOKENS
         and model.config._attn_implementation in _ATTENTION

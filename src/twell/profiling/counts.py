@@ -16,7 +16,7 @@ _CURVE_POINTS = 200
 
 
 class BlockCounts:
-    """Of one block with H = `neurons`, on sequences of `length` tokens; everything stays on `device`."""
+    """What one block with H = `neurons` does on sequences of `length` tokens; all counts stay on `device`."""
 
     def __init__(self, neurons: int, length: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -183,7 +183,7 @@ def _count(histogram: Tensor, values: Tensor) -> None:
 
 
 def _add_unions(unions: dict[int, list], flat: Tensor) -> None:
-    """Of consecutive tokens, over the ends of sequences, as the kernels cut a batch into blocks."""
+    """Consecutive tokens, across the ends of sequences, as the kernels cut a batch into blocks."""
     union, width = flat, 1
     for size, sums in unions.items():
         groups = union.shape[0] * width // size

@@ -45,7 +45,7 @@ def _colours(count: int) -> list[Any]:
 
 
 def _legend(axes: Any, layers: Sequence[LayerProfile]) -> None:
-    """Of many layers, the first and the last are enough: colours go from one to the other."""
+    """With many layers, naming the first and the last is enough: colours go from one to the other."""
     handles, labels = axes.get_legend_handles_labels()
     if len(layers) > 8:
         handles, labels = [handles[0], handles[-1]], [labels[0], labels[-1]]

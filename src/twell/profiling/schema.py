@@ -17,6 +17,8 @@ from .._interval import Interval
 FORMAT = "twell profile"
 VERSION = 1
 """Raised when a reader of an earlier version would misunderstand a file."""
+FEWEST_LAYERS = 6
+"""Of fewer timed layers, chance alone makes a correlation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class Speed:
 
     @property
     def interval(self) -> Interval:
-        """Of `auto_speedup`."""
+        """The interval of `auto_speedup`."""
         low, high = (self.auto_speedup if end is None else end for end in (self.auto_low, self.auto_high))
         return Interval(low, self.auto_speedup, high)
 
@@ -196,7 +198,8 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class Correlation:
-    """Pearson's, over layers, between mean nnz and speed-up; None for fewer than 3 layers or equal ones.
+    """Pearson's, over layers, between mean nnz and speed-up; None for fewer than `FEWEST_LAYERS` timed layers
+    or for alike ones.
 
     paper:  what the paper reports for its kernels.
     """
@@ -249,7 +252,7 @@ class Profile:
 
 
 def read_profile(path: str | Path) -> Profile:
-    """A profile that `Profile.save` wrote."""
+    """A profile that `Profile.save` wrote; drops correlations that early versions drew from few layers."""
     accepted = f"a profile.json of version {VERSION}, which `twell profile` writes"
     try:
         content = json.loads(Path(path).read_text())
@@ -260,7 +263,12 @@ def read_profile(path: str | Path) -> Profile:
     if (version := content.pop("version", None)) != VERSION:
         reject("profile", f"{path} of version {version}", accepted)
     try:
-        return _built(Profile, content)
+        profile = _built(Profile, content)
+        timed = sum(layer.speed is not None for layer in profile.layers)
+        if profile.correlation is None or timed >= FEWEST_LAYERS:
+            return profile
+        unknown = dataclasses.replace(profile.correlation, sparse=None, auto=None)
+        return dataclasses.replace(profile, correlation=unknown)
     except (KeyError, TypeError, AttributeError) as error:
         return reject("profile", f"{path}, which is damaged ({type(error).__name__}: {error})", accepted)
 

@@ -18,11 +18,10 @@ from ..nn import SparseMLP
 from ..plan import Plan
 from ..problem import Tensors
 from ..shares import active_neurons
-from .schema import Correlation, LayerProfile, Speed
+from .schema import FEWEST_LAYERS, Correlation, LayerProfile, Speed
 
 PAPER_CORRELATION = -0.996  # between a layer's nnz and its speed-up, with the paper's kernels
 _SETTLING = 5  # calls after which an automatic plan has read how active the layer is
-_FEWEST_LAYERS = 6  # of fewer, chance alone makes a correlation
 _ALIKE = 1.1  # times the least active layer: within that, nnz tells layers apart no more than noise does
 # A CPU takes a second for 1,024 tokens of a large block.
 _MOST_TOKENS = {"cpu": 1024, "cuda": 65_536}
@@ -80,7 +79,7 @@ def correlation_of(layers: Sequence[LayerProfile]) -> Correlation | None:
 
 def pearson(xs: Sequence[float], ys: Sequence[float]) -> float | None:
     """None for few points, or where one side does not vary."""
-    if len(xs) < _FEWEST_LAYERS:
+    if len(xs) < FEWEST_LAYERS:
         return None
     mean_x, mean_y = fmean(xs), fmean(ys)
     covariance = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))

@@ -9,8 +9,18 @@ from .._numbers import digits
 from ..measure.records import Record
 from .chart import Bar, Bars
 from .document import Block, Figure, Figures, Paragraph, Section, Table
-from .record_names import comparison, contender, counted_on, is_bench, rounds_of, short_model, size_of
-from .wording import gigabytes, optional, seconds, share, short, times
+from .record_names import (
+    comparison,
+    contender,
+    counted_on,
+    gain_over_fastest,
+    has_resampled_bounds,
+    is_bench,
+    rounds_of,
+    short_model,
+    size_of,
+)
+from .wording import RESAMPLED, gigabytes, optional, seconds, share, short, times
 
 _TITLES = {
     "forward": "Forward pass",
@@ -33,7 +43,8 @@ def bench_sections(records: Sequence[Record]) -> Iterator[Section]:
             yield Section(title, [*_timed(group, f"bench-{number}")])
         else:
             rows = [(contender(r), f"{r.value:.0f}", str(r.shape.get("meaning", ""))) for r in group]
-            yield Section(title, [Table(("", first.unit, "what it is"), rows, left=(0, 2))])
+            said = Paragraph(f"{_setting(first)}.")
+            yield Section(title, [said, Table(("", first.unit, "what it is"), rows, left=(0, 2))])
 
 
 def _place(record: Record) -> tuple[int, bool, int]:
@@ -68,7 +79,7 @@ def _told_apart(record: Record) -> str:
     """What tells its comparison from others of the same kind."""
     shape, nnz = record.shape, record.sparsity.get("nnz")
     layers = f"{shape['layers']} layers" if "layers" in shape else ""
-    active = "" if nnz is None else f"{nnz:.0f} neurons active"
+    active = "" if nnz is None else f"{short(nnz) if nnz < 10 else round(nnz)} neurons active"
     checkpoints = "with checkpointing" if record.unit != "s" and shape.get("checkpointing") else ""
     parts = short_model(shape), layers, size_of(record), active, checkpoints
     return ", ".join(part for part in parts if part)
@@ -148,13 +159,21 @@ def _gain(record: Record) -> str:
     return times(record.details[name]) + interval
 
 
+def _over_fastest(group: list[Record]) -> str:
+    """A sentence; empty where the fastest dense contender is the baseline, over which the table has gains."""
+    doubtful = {r.what.rsplit("/", 1)[-1] for r in group if r.details.get("doubtful")}
+    gains = []
+    for record in group:
+        name, value, low, high = gain_over_fastest(record, doubtful)
+        if _ours(record) and value is not None and name != record.baseline:
+            gains.append(f"{contender(record)} {times(value)} ({low:.2f}-{high:.2f})")
+    return f" Over the fastest dense contender: {', '.join(gains)}." if gains else ""
+
+
 def _conditions(group: list[Record]) -> str:
     record = group[-1]
-    shape = record.shape
-    parts = [f"{shape['layers']} layers" if "layers" in shape else ""]
-    parts += [f"{name} {shape[name]:,}" for name in ("D", "H", "vocabulary") if name in shape]
-    parts.append(str(shape.get("precision", shape.get("dtype", ""))))
-    sparsity = record.sparsity
+    shape, sparsity = record.shape, record.sparsity
+    parts = [_setting(record)]
     if "nnz" in sparsity:
         span = ""
         if "nnz_least" in sparsity:
@@ -167,17 +186,33 @@ def _conditions(group: list[Record]) -> str:
         parts.append(f"real {text}")
     rounds = rounds_of(record)
     timed = f" Medians of {rounds} interleaved rounds." if rounds else ""
-    return f"{', '.join(part for part in parts if part)}.{timed}"
+    return f"{', '.join(parts)}.{timed}{_over_fastest(group)}"
+
+
+def _setting(record: Record) -> str:
+    """The machine, the model's sizes and the precision."""
+    shape, where = record.shape, record.hardware
+    parts = [str(where.get("gpu") or where.get("cpu"))]
+    parts += [f"{shape['layers']} layers" if "layers" in shape else ""]
+    parts += [f"{name} {shape[name]:,}" for name in ("D", "H", "vocabulary") if name in shape]
+    parts.append(str(shape.get("precision", shape.get("dtype", ""))))
+    parts.append(f"in {shape['memory_gib']} GiB" if "memory_gib" in shape else "")
+    return ", ".join(part for part in parts if part)
 
 
 def _legend(group: list[Record]) -> str:
     parts = []
     if any("over" in name for r in group for name in r.details):
-        parts.append(f"In brackets: {MEANING}.")
+        resampled = any(map(has_resampled_bounds, group))
+        parts.append(
+            f"In brackets: {f'{RESAMPLED}, as earlier versions had them' if resampled else MEANING}."
+        )
     if any("against_float32" in r.details for r in group):
         wider = "float64" if group[0].shape.get("dtype") == "float32" else "float32"
         against = f"the same model in {wider}" if group[0].details.get("against_float32") else "dense eager"
         parts.append(f"Difference: largest of a logit from {against}, over the largest logit.")
+    if any("same_tokens_as_dense" in r.details for r in group):
+        parts.append("Same tokens: positions whose next token is dense eager's.")
     if any("block_error" in r.details for r in group):
         parts.append(
             "Hidden states and blocks: relative errors against a wider dtype; of blocks the largest."

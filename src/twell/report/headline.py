@@ -7,7 +7,7 @@ faster, the headline says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,20 @@ from .record_names import (
     contender,
     counted_on,
     described,
+    gain_over_fastest,
+    has_resampled_bounds,
     is_bench,
     is_block,
     is_real,
     is_whole_model,
+    rivals,
+    rounds_of,
     rounds_together,
+    says_as_much,
     workload,
 )
 from .sweep import base_run, sparsest_good
-from .wording import change, counted, exponent, gigabytes, listed, share, short, times, width_note
+from .wording import RESAMPLED, change, counted, exponent, gigabytes, listed, share, short, times, width_note
 
 _NO_GAIN = 1.005  # beside rounding
 _FEWEST_ROUNDS = 4  # the lowest of so many is below their median with 94%
@@ -41,6 +46,7 @@ class Gain:
     """low: the end of its interval that counts. rank: 0 is what says most, see `_RANKS`.
 
     rounds:  behind it, None where nobody noted them.
+    resampled:  whether its interval is one of resampled medians.
     width:   a note on blocks that are wider than usual.
     """
 
@@ -52,6 +58,7 @@ class Gain:
     baseline: str
     conditions: str
     rounds: int | None = None
+    resampled: bool = False
     width: str = ""
     facts: tuple[Fact, ...] = ()
 
@@ -65,8 +72,12 @@ class Gain:
             return " One round only."
         if self.low == self.high:
             return ""
-        few = self.rounds is not None and self.rounds < ENOUGH_ROUNDS
-        name = f"The {self.rounds} rounds" if few else "95% interval"
+        if self.resampled:
+            name = RESAMPLED
+        elif self.rounds is not None and self.rounds < ENOUGH_ROUNDS:
+            name = f"The {self.rounds} rounds"
+        else:
+            name = "95% interval"
         return f" {name}: {times(self.low)} to {times(self.high)}."
 
 
@@ -154,7 +165,7 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             continue
         beside = {
             name: other
-            for name in _rivals(record)
+            for name in rivals(record)
             if (other := contenders.get((*comparison(record), name.replace("-", " ")))) is not None
         }
         doubtful = {name for name, other in beside.items() if other.details.get("doubtful")}
@@ -174,52 +185,40 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             name.replace("-", " ") if "/" not in name else name,
             _conditions(record),
             rounds_together(record, beside.get(name, record)),
+            has_resampled_bounds(record),
             width_note(record.shape.get("D"), record.shape.get("H")),
             tuple(_beside(record, records, name)),
         )
 
 
 def _with_fewer_rivals(records: Sequence[Record]) -> set[tuple]:
-    """Comparisons that say less than another one of the same workload, which had more dense contenders."""
-    rivals: dict[tuple, dict[tuple, set[str]]] = {}  # workload -> comparison -> dense contenders
+    """Comparisons that say less than another one of the same workload, which had more dense contenders.
+
+    A contender counts there only if it computed the same and ran for enough rounds to stand in for these.
+    """
+    found: dict[tuple, dict[tuple, list[Record]]] = {}  # workload -> comparison -> its contenders
     for record in filter(is_bench, records):
-        dense = rivals.setdefault(workload(record), {}).setdefault(comparison(record), set())
-        if not is_whole_model(record):
-            dense.add(contender(record))
+        found.setdefault(workload(record), {}).setdefault(comparison(record), []).append(record)
+
+    def dense(group: list[Record], rounds: int) -> set[str]:
+        return {
+            contender(record)
+            for record in group
+            if not is_whole_model(record)
+            and not record.details.get("doubtful")
+            and says_as_much(rounds_of(record), rounds)
+        }
+
+    def is_weaker(group: list[Record], other: list[Record]) -> bool:
+        rounds = max(rounds_of(record) or 0 for record in group)
+        return dense(group, 0) < dense(other, rounds)
+
     return {
         some
-        for same in rivals.values()
-        for some, fewer in same.items()
-        if any(fewer < more for more in same.values())
+        for same in found.values()
+        for some, group in same.items()
+        if any(is_weaker(group, other) for other in same.values())
     }
-
-
-def _rivals(record: Record) -> dict[str, float]:
-    """How many times faster it was, by dense contender."""
-    return {
-        name.removeprefix("over/"): value
-        for name, value in record.details.items()
-        if name.startswith("over/") and not name.endswith(("/low", "/high"))
-    }
-
-
-def gain_over_fastest(
-    record: Record, doubtful: Collection[str] = ()
-) -> tuple[str, float | None, float, float]:
-    """The baseline, the gain over it and its interval. Of several dense contenders: the fastest.
-
-    doubtful: those that compute something else, which say nothing.
-    """
-    rivals = _rivals(record)
-    others = {name: gain for name, gain in rivals.items() if name not in doubtful}
-    if rivals and not others:
-        return "", None, 0.0, 0.0
-    if others:
-        name = min(others, key=others.__getitem__)  # the smallest gain is over the fastest
-        low, high = (record.details.get(f"over/{name}/{end}", others[name]) for end in ("low", "high"))
-        return name, others[name], low, high
-    ratio = record.ratio
-    return record.baseline or "", ratio, ratio or 0.0, ratio or 0.0
 
 
 def _conditions(record: Record) -> str:
@@ -232,7 +231,7 @@ def _conditions(record: Record) -> str:
     for name, form in (
         ("dtype", "{}"),
         ("layers", "{} layers"),
-        ("D", "hidden size {}"),
+        ("D", "hidden size {:,}"),
         ("H", "{:,} neurons"),
     ):
         if name in shape:
@@ -292,8 +291,7 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             "dense PyTorch",
             f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
             "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
-            None,
-            width_note(one.profile.layers[0].hidden, one.profile.layers[0].neurons),
+            width=width_note(one.profile.layers[0].hidden, one.profile.layers[0].neurons),
         )
 
 

@@ -267,7 +267,7 @@ def _named(found: list[Any]) -> tuple[Any, ...]:
 
 
 def _latest(records: list[Record]) -> list[Record]:
-    """Of what was measured again on the same device, the last."""
+    """The last record of whatever was measured again on the same device."""
     found: dict[tuple, Record] = {}
     kept = _latest_comparisons([record for record in records if is_bench(record)])
     for record in records:

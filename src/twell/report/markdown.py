@@ -7,12 +7,13 @@ from collections.abc import Collection, Sequence
 from urllib.parse import quote
 
 from .._html import clean
+from . import marker
 from .document import Block, Commands, Figures, HeatMap, Paragraph, Report, Table
 
 
 def markdown(report: Report, figures: str = "") -> str:
     headline = report.headline
-    parts = [f"# {_text(headline.title)}"]
+    parts = [marker.MARKDOWN, f"# {_text(headline.title)}"]
     if headline.claim:
         parts.append(f"**{_text(headline.claim)}**")
     parts += map(_text, headline.notes)

@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from ..measure.models import PRESETS
 from ..measure.records import Record
 from ..profiling.schema import Profile
 from .document import Commands, Paragraph, Section, Table
 from .inputs import Inputs
-from .record_names import is_bench, is_real
+from .record_names import comparison, is_bench, is_real
 from .wording import listed
 
 # Words in commands for what only the reader knows.
@@ -112,11 +115,15 @@ def commands(inputs: Inputs) -> tuple[list[str], str]:
         lines[run.command] = None
     for one in inputs.profiles:
         lines[profile_command(one.profile)] = None
+    groups: dict[Any, list[Record]] = {}
     for record in inputs.records:
-        if is_bench(record):
-            command = bench_command(record, models.get(record.shape.get("model"), _MODEL))
+        key = comparison(record) if is_bench(record) else record.what.split("/")[0]
+        groups.setdefault(key, []).append(record)
+    for key, group in groups.items():
+        if is_bench(group[0]):
+            command = bench_command(group, models.get(group[0].shape.get("model"), _MODEL))
         else:
-            command = _SCRIPTS.get(record.what.split("/")[0])
+            command = _SCRIPTS.get(key)
         if command:
             lines[command] = None
     meanings = {word: f'the folder or Hugging Face name of "{name}"' for name, word in models.items()}
@@ -135,7 +142,7 @@ def _unknown_models(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _legend(lines: Iterable[str], meanings: Mapping[str, str]) -> str:
-    """Of the placeholders in the lines."""
+    """What the placeholders in the lines stand for."""
     words = {word for line in lines for word in shlex.split(line)}
     found = [f"{word}: {meaning}" for word, meaning in meanings.items() if word in words]
     return f"In capitals, what you fill in. {'; '.join(found)}." if found else ""
@@ -154,12 +161,14 @@ def profile_command(profile: Profile) -> str:
     return shlex.join([*words, "--out", _NEW_FOLDER])
 
 
-def bench_command(record: Record, model: str = _MODEL) -> str:
-    """The command of `twell bench` that measures this workload, with all of its contenders.
+def bench_command(group: Sequence[Record], model: str = _MODEL) -> str:
+    """The command of `twell bench` that makes a comparison again.
 
+    group: the records of its contenders.
     model: what stands for a model that is no preset.
     """
-    shape, details = record.shape, record.details
+    record = group[0]
+    shape = record.shape
     kind, workload, _ = record.what.split("/")
     words = ["twell", "bench", kind.removeprefix("bench_")]
     if kind == "bench_inference":
@@ -179,20 +188,49 @@ def bench_command(record: Record, model: str = _MODEL) -> str:
         words += ["--preset", str(shape["model"]), "--layers", str(shape["layers"]), *_built(record)]
         if workload == "micro-batch":
             words.append("--search")
+            if "memory_gib" in shape:
+                words += ["--memory", str(shape["memory_gib"])]
         else:
             words += ["--batch", str(shape["batch"])]
         words += ["--sequence-length", str(shape["sequence"]), "--precision", str(shape["precision"])]
         words += ["--checkpointing", "on" if shape["checkpointing"] else "off"]
-    words += ["--device", str(record.hardware.get("device", "cpu"))]
+    device = str(record.hardware.get("device", "cpu"))
+    contenders = [one.what.rsplit("/", 1)[-1] for one in group]
+    if {*contenders} != _usual_contenders(kind, workload, device):
+        words += ["--contenders", ",".join(contenders)]
+    words += ["--device", device]
     for name in ("rounds", "processes"):
-        if details.get(name):
-            words += [f"--{name}", f"{details[name]:.0f}"]
+        most = max(one.details.get(name, 0) for one in group)
+        if most:
+            words += [f"--{name}", f"{most:.0f}"]
     if record.seed is not None:
         words += ["--seed", str(record.seed)]
     return shlex.join(words)
 
 
 def _built(record: Record) -> Sequence[str]:
-    """Of models that are built to be sparse; the record has what was reached, which is close to it."""
-    nnz = record.sparsity.get("nnz")
-    return ["--nnz", f"{nnz:.0f}"] if nnz is not None else []
+    """How sparse a preset was built, where that is not the preset's own.
+
+    Older records only have what was reached, which rounds to what was asked for.
+    """
+    preset = PRESETS.get(str(record.shape["model"]))
+    usual = None if preset is None else preset.nnz
+    wanted, reached = record.sparsity.get("wanted_nnz"), record.sparsity.get("nnz")
+    if wanted is not None:
+        return [] if wanted == usual else ["--nnz", str(float(wanted)).removesuffix(".0")]
+    return [] if reached is None or round(reached) == usual else ["--nnz", f"{reached:.4g}"]
+
+
+def _usual_contenders(kind: str, workload: str, device: str) -> set[str]:
+    """What `twell bench` compares if nobody names contenders."""
+    from ..measure import inference, training
+
+    if kind == "bench_training":
+        names = training.DEFAULT
+    elif workload == "forward":
+        names = [*inference.FORWARD]
+    else:
+        names = [*inference.generation_contenders(torch.device(device))]
+    # Nothing compiled on a CPU, nor in searches, where steps would compile again for every size.
+    eager_only = device == "cpu" or workload == "micro-batch"
+    return {name for name in names if name.endswith("eager") or not eager_only}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from .._html import escaped, table
+from . import marker
 from .chart import style_sheet
 from .document import Block, Commands, Figure, Figures, HeatMap, Paragraph, Report, Section, Table
 from .heat_map import heat_map
@@ -22,7 +23,7 @@ def page(report: Report) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         # No icon: a browser would otherwise ask the server for one.
         '<link rel="icon" href="data:,">\n'
-        f"<title>{escaped(headline.title)}</title>\n"
+        f"{marker.HTML}\n<title>{escaped(headline.title)}</title>\n"
         f"<style>\n{''.join(map(style_sheet, _STYLES))}</style>\n</head>\n<body>\n<main>\n"
         f'{_header(report)}\n<nav aria-label="sections"><ul>{links}</ul></nav>\n'
         f"{''.join(_section(anchor, one) for anchor, one in sections)}"

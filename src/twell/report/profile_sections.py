@@ -125,7 +125,7 @@ def _table(profile: Profile) -> Table:
         "p99": lambda layer: f"{layer.nnz.p99:,}",
         "max": lambda layer: f"{layer.nnz.max:,}",
         "dead": lambda layer: share(layer.firing.dead / layer.neurons),
-        "first token": lambda layer: f"{layer.nnz_by_position[0]:.0f}" if layer.nnz_by_position else "",
+        "first token": lambda layer: f"{layer.nnz_by_position[0]:,.0f}" if layer.nnz_by_position else "",
         **{f"union of {size}": lambda layer, size=size: union(layer, size) for size in sizes},
         "shared": lambda layer: share(layer.overlap.kept) if layer.overlap else "",
         "overflow": lambda layer: share(layer.overflow.by_compression[-1].rows),

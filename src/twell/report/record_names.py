@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from .._interval import ENOUGH_ROUNDS
 from ..measure.records import Record
 
@@ -19,7 +21,7 @@ _SIZES = ("D", "H", "vocabulary")  # shown where they are known
 _COUNTS = ("tokens", "processes", "rounds")
 _MOST = 1 << 53
 
-# Whole models, besides those of `twell bench`: what is compared runs the same model on the same tokens.
+# Whole models, besides what `twell bench` compares; both sides run the same model on the same tokens.
 _MODELS = {
     "generation/captured": "A generated token",
     "generation/text": "A generated token of a trained model",
@@ -56,7 +58,7 @@ FAMILIES = {
 
 
 def is_bench(record: Record) -> bool:
-    """Of `twell bench`."""
+    """Whether it comes from `twell bench`."""
     return record.what.rpartition("/")[0] in _BENCHES
 
 
@@ -88,7 +90,7 @@ def is_whole_model(record: Record) -> bool:
 
 
 def is_real(record: Record) -> bool:
-    """Of a trained model on text, not of one that was built to be sparse."""
+    """Whether the model was trained and read text, instead of being built to be sparse."""
     if is_bench(record):
         return record.shape.get("text", "random tokens") != "random tokens"
     return record.what == "generation/text"
@@ -103,7 +105,7 @@ def is_block(record: Record) -> bool:
 def workload(record: Record) -> tuple:
     """Equal for contenders of `twell bench` that ran the same, on machines alike."""
     shape = sorted((name, value) for name, value in record.shape.items() if name != "meaning")
-    nnz = round(record.sparsity.get("nnz", 0))
+    nnz = record.sparsity.get("wanted_nnz", round(record.sparsity.get("nnz", 0)))
     place = record.hardware.get("gpu") or record.hardware.get("cpu")
     return record.what.rsplit("/", 1)[0], str(shape), nnz, place, record.hardware.get("torch_threads")
 
@@ -114,7 +116,7 @@ def comparison(record: Record) -> tuple:
 
 
 def rounds_of(record: Record) -> int | None:
-    """Of all processes; None where nobody noted them."""
+    """Over all processes; None where nobody noted them."""
     if record.rounds:
         return sum(map(len, record.rounds))
     rounds = record.details.get("rounds")
@@ -131,8 +133,41 @@ def rounds_together(record: Record, other: Record) -> int | None:
 
 
 def says_as_much(rounds: int | None, others: int | None) -> bool:
-    """Whether so many rounds can stand in for `others`, which those of an interrupted run cannot."""
+    """Whether so many rounds can stand in for `others`; the rounds of an interrupted run cannot."""
     return rounds is None or others is None or rounds >= min(others, ENOUGH_ROUNDS)
+
+
+def has_resampled_bounds(record: Record) -> bool:
+    """Whether the bounds of its gains are quantiles of resampled medians, as in records without rounds."""
+    return is_bench(record) and not record.rounds
+
+
+def rivals(record: Record) -> dict[str, float]:
+    """How many times faster it was, by dense contender beside it."""
+    return {
+        name.removeprefix("over/"): value
+        for name, value in record.details.items()
+        if name.startswith("over/") and not name.endswith(("/low", "/high"))
+    }
+
+
+def gain_over_fastest(
+    record: Record, doubtful: Collection[str] = ()
+) -> tuple[str, float | None, float, float]:
+    """The baseline, the gain over it and its interval. Of several dense contenders: the fastest.
+
+    Contenders of `twell bench` that never ran side by side have no gain.
+
+    doubtful: dense contenders that compute something else, which say nothing.
+    """
+    beside = rivals(record)
+    others = {name: gain for name, gain in beside.items() if name not in doubtful}
+    if others:
+        name = min(others, key=others.__getitem__)  # the smallest gain is over the fastest
+        low, high = (record.details.get(f"over/{name}/{end}", others[name]) for end in ("low", "high"))
+        return name, others[name], low, high
+    ratio = None if beside or is_bench(record) else record.ratio
+    return record.baseline or "", ratio, ratio or 0.0, ratio or 0.0
 
 
 def contender(record: Record) -> str:

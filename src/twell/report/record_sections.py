@@ -42,7 +42,7 @@ def record_sections(records: Sequence[Record]) -> Iterator[Section]:
 
 
 def _curves(group: list[Record], name: str) -> list[Figure]:
-    """Of each kind, speed over active neurons: a line per number of tokens."""
+    """Speed over active neurons, for each kind of record: a line per number of tokens."""
     kinds: dict[tuple, list[Record]] = {}
     for record in group:
         if record.what.endswith("/auto") and record.unit == "s" and record.ratio and _active(record):

@@ -193,7 +193,7 @@ def _sweep(sweep: list[Run], inputs: Inputs, name: str) -> Iterator[Block]:
 
 
 def _block_gain(run: Run, profiles: Sequence[Profiled]) -> float | None:
-    """Of all blocks together, from the profile of this run's model, if there is one."""
+    """The gain of all blocks together, from the profile of this run's model, if there is one."""
     for one in profiles:
         model = one.profile.model.rstrip("/").removesuffix("/model")
         timed = [layer.speed for layer in one.profile.layers if layer.speed is not None]

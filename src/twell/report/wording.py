@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+RESAMPLED = "95% of resampled medians"  # the intervals of records without rounds
 _WIDE = 4  # H over D of usual blocks that are not gated; gated ones have about 8/3
 
 

@@ -88,7 +88,7 @@ def _headline(results: Mapping[str, Any]) -> Headline:
 
 
 def _tokens(finished: Runs) -> str:
-    """Of a run; 31.5B in the paper's 1.5B."""
+    """How many tokens a run reads; 31.5B in the paper's 1.5B."""
     found = sorted({run["steps"] * run["tokens_per_step"] for run in finished.values() if "steps" in run})
     return (
         "no"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NEURONS = 5632
-"""Of a layer in all of its gated models."""
+"""In each layer of the paper's gated models."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ class _Trial:
 def _of_any_size(
     shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator, others: tuple[float, ...]
 ) -> Tensor:
-    """Of both signs, from the smallest of `dtype` to the largest, with a few `others` among them."""
+    """Values of both signs, from the smallest of `dtype` to the largest, with a few `others` among them."""
     limits = torch.finfo(dtype)
     least, most = math.log10(limits.tiny), math.log10(limits.max)
     size = torch.rand(shape, generator=generator, dtype=torch.float64) * (most - least) + least

@@ -156,13 +156,16 @@ def _only_return(method: ast.FunctionDef) -> ast.Return | None:
 
 
 def _methods(kind: type[nn.Module]) -> list[ast.FunctionDef]:
-    """Of the class and those that it inherits from, without what is overridden and without constructors."""
+    """The methods of a class and its bases, without constructors and what is overridden."""
     parsed = (_parsed(function) for function in _functions(kind, overridden=False))
     return [method for method in parsed if method is not None]
 
 
 def _functions(kind: type[nn.Module], overridden: bool) -> list[FunctionType]:
-    """Of the class and its bases, properties included, constructors not. overridden: those as well."""
+    """The functions of a class and its bases, with properties, without constructors.
+
+    overridden: whether to include what is overridden.
+    """
     seen, found = {"__init__"}, []
     for base in kind.__mro__:
         if base is nn.Module:

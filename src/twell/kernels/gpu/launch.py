@@ -82,7 +82,7 @@ def steady_weights() -> Iterator[None]:
 
 
 def weights_are_steady() -> bool:
-    """Of a launch that is captured only: one that is repeated later may follow any kernel."""
+    """Only while a graph is captured: a launch that is repeated later may follow any kernel."""
     return _around.steady and torch.cuda.is_current_stream_capturing()
 
 
