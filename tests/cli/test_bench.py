@@ -179,6 +179,32 @@ def test_a_model_that_does_not_fit(monkeypatch):
         run("inference", "--preset", "small", *QUICK)
 
 
+@pytest.mark.parametrize("building", [True, False])
+def test_what_does_not_compile_stops_nobody_else(tmp_path, monkeypatch, building):
+    """building: whether best dense's ways fail while they are built, else in their first call."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    from twell.measure import baselines, inference
+
+    def no_compiler(*given, **options):
+        raise InvalidCxxCompiler
+
+    def uncompiled(model, **options):
+        model.forward = no_compiler
+        return model
+
+    monkeypatch.setattr(inference, "compile_layers", uncompiled)
+    monkeypatch.setattr(baselines, "compile_layers", no_compiler if building else uncompiled)
+    out = tmp_path / "records.jsonl"
+    contenders = ("--contenders", "dense-eager,dense-compiled,best-dense,ours-eager")
+    sizes = ("--shape", "2x16", "--workload", "forward")
+    result = run("inference", *sizes, *contenders, *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "dense-compiled: does not compile: No working C++ compiler found" in result.output
+    assert "best-dense: max-autotune: does not compile: " in result.output
+    assert [one.what.rpartition("/")[2] for one in read_records(out)] == ["dense-eager", "ours-eager"]
+
+
 def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     """Generation is refused after the forward pass was measured."""
     out = tmp_path / "records.jsonl"

@@ -316,7 +316,8 @@ class _Phases:
     def __call__(self, text: str) -> None:
         self.end()
         if text.startswith(NOTE):
-            self._console.print(text.removeprefix(NOTE), highlight=False, soft_wrap=True)
+            said = text.removeprefix(NOTE)  # of a compiler, perhaps, which writes brackets
+            self._console.print(said, markup=False, highlight=False, soft_wrap=True)
             return
         self._text = f"{self.prefix}{text}"
         self._progress.update(self._task, description=self._text)

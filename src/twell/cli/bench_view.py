@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .._interval import MEANING
@@ -67,9 +68,8 @@ def _show_group(console: Console, group: list[Merged]) -> None:
     console.print(table)
     for one in group:
         if one.failure is not None:
-            console.print(
-                f"  [yellow]{one.first.contender}: {one.failure}[/]", highlight=False, soft_wrap=True
-            )
+            said = escape(f"{one.first.contender}: {one.failure}")  # compilers write brackets
+            console.print(f"  [yellow]{said}[/]", highlight=False, soft_wrap=True)
     for one in group:
         console.print(f"  {one.first.contender}: {one.first.meaning}", highlight=False, soft_wrap=True)
     for line in (*_notes(group), *_comparisons(group)):

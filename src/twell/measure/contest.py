@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._errors import ran_out_of_memory, reject
+from .._errors import failed_to_compile, in_one_line, ran_out_of_memory, reject
 from .._log import Ran, recorded_paths
 from .._numbers import time_left
 from .energy import Energy, Power, PowerSource, Reading, energy_of, mean_power, sampled
@@ -26,6 +26,7 @@ from .timing import compare, gc_paused
 T = TypeVar("T")
 _SLOW_INTERVAL = 0.1  # seconds between readings while calls are timed
 _MOST_NOISY = 10  # rounds that count for nothing, until it is given up
+OUT_OF_MEMORY = "out of memory"
 _WINDOWS = 2  # of energy for each contender, in turn and back
 
 
@@ -90,6 +91,23 @@ class Setting:
         self.release()  # not before: the error holds what its frames held
         return result
 
+    def attempted(self, call: Callable[[], T]) -> tuple[T | None, str | None]:
+        """The result of `call`, or why there is none: no memory, or a compiler that failed. Other errors are
+        mistakes, and raised."""
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            if ran_out_of_memory(error):
+                failure = OUT_OF_MEMORY
+            elif failed_to_compile(error):
+                failure = f"does not compile: {in_one_line(error)}"
+            else:
+                raise
+        if failure is not None:
+            self.release()  # not before: the error holds what its frames held
+        return result, failure
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -112,34 +130,38 @@ TakeRound = Callable[[Sequence[Contender], int], dict[str, float] | None]
 """(contenders, number of the round) -> seconds by contender; None for a round that counts for nothing."""
 
 
-def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None = None) -> bool:
-    """Warm a contender up; whether it ran. Where memory is too small, its `failure` says so.
+def ready(
+    contender: Contender, setting: Setting, fits: Callable[[], str] | None = None, *, place: str = ""
+) -> bool:
+    """Warm a contender up; whether it ran. Where memory is too small, or a compiler fails, its `failure` says
+    so.
 
-    fits:  says what would fit instead.
+    fits:   says what would fit in memory instead.
+    place:  among what is warmed up, as "2 of 5": compiling may take minutes.
     """
     began = perf_counter()
-    setting.say(f"{contender.name}: warming up")
-    try:
+    called = f"{contender.name} ({place})" if place else contender.name
+    setting.say(f"{called}: warming up")
+
+    def warm_up() -> list[Ran]:
         with recorded_paths() as ran:
             for _ in range(max(contender.warm_up, 1)):
                 contender.call()
             setting.wait()
         contender.call()  # calls that nobody records may be prepared
         setting.wait()
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        contender.failure = "out of memory"
+        return ran
+
+    ran, contender.failure = setting.attempted(warm_up)
     if contender.failure is not None:
-        setting.release()
-        if fits is not None:
+        if fits is not None and contender.failure == OUT_OF_MEMORY:
             contender.failure += f": {fits()}"
-        setting.say(f"{NOTE}{contender.name}: {contender.failure}")
+        setting.say(f"{NOTE}{called}: {contender.failure}")
         return False
     if contender.sparse_tokens is not None:
         _note_paths(contender, [piece for piece in ran if piece.tokens == contender.sparse_tokens])
     contender.details["ready_seconds"] = round(perf_counter() - began, 2)
-    setting.say(f"{contender.name}: ready after {perf_counter() - began:.1f} s")
+    setting.say(f"{called}: ready after {perf_counter() - began:.1f} s")
     return True
 
 
@@ -327,16 +349,26 @@ def _one_call_each(running: Sequence[Contender], turn: int, device: torch.device
     return {name: timing.samples[0] for name, timing in timings.items()}
 
 
-def largest_that_fits(fits: Callable[[int], bool], guess: int = 1, most: int = 1 << 14) -> int:
+def largest_that_fits(
+    fits: Callable[[int], bool],
+    guess: int = 1,
+    most: int = 1 << 14,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
     """The largest number for which `fits` holds, 0 if none; it holds for all smaller ones.
 
-    guess: where to begin.
+    guess:  where to begin.
+    say:    called before each trial with its number and what is known by then.
     """
     if most < 1 or guess < 1:
         reject("guess, most", (guess, most), "numbers of at least 1")
     low, high = 0, most + 1  # low fits, high does not
     trial = min(guess, most)
     while high - low > 1:
+        known = [f"{low} fits"] if low else []
+        known += [f"{high} does not"] if high <= most else []
+        say(f"trying {trial}" + (f", since {' and '.join(known)}" if known else ""))
         if fits(trial):
             low = trial
         else:

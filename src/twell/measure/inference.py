@@ -122,7 +122,8 @@ def bench_forward(
     running: list[Contender] = []
     models: dict[str, nn.Module] = {}
     with many_compilations(), quiet_autotuning("best-dense" in contenders):
-        for one in contenders:
+        for number, one in enumerate(contenders, 1):
+            place = f"{number} of {len(contenders)}"
             if one == "best-dense":
                 found = _best_dense(pair, run, setting, calibrated)
                 if isinstance(found, str):
@@ -140,7 +141,7 @@ def bench_forward(
                     sparse=one.startswith("ours"),
                 )
                 eager = pair.sparse if contender.sparse else pair.dense
-                ready(contender, setting, what_fits(eager))
+                ready(contender, setting, what_fits(eager), place=place)
             running.append(contender)
         if any(one.failure is None for one in running):
             setting.say(f"{workload.title}: comparing logits")
@@ -166,7 +167,14 @@ def fitting_batch(call: Callable[[int], object], sequences: int, length: int, se
 
         return bool(setting.unless_memory_runs_out(attempt))
 
-    found = largest_that_fits(fits, max(sequences // 2, 1), sequences - 1) if sequences > 1 else 0
+    found = 0
+    if sequences > 1:
+        found = largest_that_fits(
+            fits,
+            max(sequences // 2, 1),
+            sequences - 1,
+            say=lambda text: setting.say(f"how many sequences fit: {text}"),
+        )
     return f"{found} x {length} tokens would fit" if found else f"not even 1 x {length} tokens fit"
 
 
@@ -175,26 +183,27 @@ def _best_dense(
 ) -> tuple[Contender, nn.Module] | str:
     """The fastest of the dense ways, warmed up; says which. A string: why there is none."""
     candidates: dict[str, tuple[Contender, nn.Module]] = {}
-    for way, (meaning, build) in (
-        (name, (way.meaning, way.build))
-        for name, way in dense_ways(pair.dense, pair.sparse, all_active=calibrated).items()
-    ):
-        model = setting.unless_memory_runs_out(build)
-        if model is None:
-            setting.say(f"{NOTE}best dense: {way} does not fit")
+    failures: dict[str, str] = {}
+    ways = dense_ways(pair.dense, pair.sparse, all_active=calibrated)
+    for number, (name, way) in enumerate(ways.items(), 1):
+        model, failure = setting.attempted(way.build)
+        if failure is not None:
+            setting.say(f"{NOTE}best dense: {name}: {failure}")
+            failures[name] = failure
             continue
         contender = Contender(
             name="best-dense",
-            meaning=f"{way}: {meaning}",
+            meaning=f"{name}: {way.meaning}",
             call=lambda model=model: run(model),
             own_bytes=tensor_bytes(model),
             warm_up=5,
         )
-        setting.say(f"best dense: {way}")
-        if ready(contender, setting):
-            candidates[way] = contender, model
+        if ready(contender, setting, place=f"{name}, way {number} of {len(ways)}"):
+            candidates[name] = contender, model
+        else:
+            failures[name] = contender.failure
     if not candidates:
-        return "none of the dense ways fits"
+        return "; ".join(f"{name}: {failure}" for name, failure in failures.items())
     calls = {way: contender.call for way, (contender, _) in candidates.items()}
     timings = setting.unless_memory_runs_out(
         lambda: compare(calls, device=setting.device, warmup=0, repetitions=4, calls_per_sample=1)
@@ -333,7 +342,7 @@ def bench_generation(
 
     outputs: dict[str, Tensor] = {}
     running = []
-    for one, model in models.items():
+    for number, (one, model) in enumerate(models.items(), 1):
         contender = Contender(
             name=one,
             meaning=meanings[one],
@@ -343,7 +352,7 @@ def bench_generation(
             sparse=one.startswith("ours"),
             sparse_tokens=sequences,
         )
-        if ready(contender, setting, what_fits(model)):
+        if ready(contender, setting, what_fits(model), place=f"{number} of {len(models)}"):
             outputs[one] = found[one]
         running.append(contender)
     stock = next((outputs[name] for name in outputs if name.startswith("dense")), None)
