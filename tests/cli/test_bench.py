@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
@@ -16,9 +18,11 @@ from typer.testing import CliRunner
 import twell.hf  # noqa: F401 - registers our models
 from twell.cli import bench_jobs
 from twell.cli.app import app
+from twell.cli.status import FAILED
 from twell.measure import models, read_records
+from twell.measure.records import write_run
 
-from .light_job import seconds_by_seed
+from .light_job import fails_after_measuring, seconds_by_seed
 from .small_bench import QUICK, SMALL, run
 
 pytestmark = pytest.mark.usefixtures("small_bench")
@@ -148,6 +152,10 @@ def test_a_model_that_is_not_sparse(saved):
         (("inference", "--text", "python"), "presets have no tokenizer"),
         (("inference", "--shape", "32"), "SEQUENCESxTOKENS"),
         (("inference", "--shape", "1x4096", *QUICK), "at most 128, the preset's positions"),
+        (
+            ("inference", "--prompt-length", "100", "--new-tokens", "13", *QUICK),
+            "prompt_length, new_tokens: got 100 and 13; accepted: together at most 112: the preset's 128",
+        ),
         (("inference", "--workload", "decode"), "workload: got 'decode'"),
         (("inference", "--contenders", "dense-eager,theirs"), "contenders: got 'theirs'"),
         (("inference", "--preset", "paper-3b"), "preset: got 'paper-3b'"),
@@ -220,6 +228,106 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     assert result.exit_code != 0
     assert "forward of tiny" in result.output
     assert len(read_records(out)) == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_after_any_failure_what_was_measured_is_shown(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr("twell.cli.bench.inference_job", fails_after_measuring)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", *QUICK, "--processes", str(processes), "--out", str(out))
+    assert result.exit_code == FAILED
+    assert "ours-eager: 3.00x dense-eager" in result.output
+    assert len(read_records(out)) == 2
+    assert result.stderr.splitlines()[-1].endswith(
+        "IndexError: index [64] is out of range; what was measured before is above"
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_a_failure_before_anything_was_measured_is_raised(monkeypatch):
+    def fails(options, emit, say):
+        raise IndexError("index 64 is out of range")
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", fails)
+    with pytest.raises(IndexError, match="index 64"):
+        run("inference", *QUICK)
+
+
+def test_generation_beyond_a_models_positions_is_refused_before_anything_runs(saved, monkeypatch):
+    from twell.measure import inference
+
+    root, corpus = saved
+    monkeypatch.setattr(inference, "bench_forward", lambda *given, **options: pytest.fail("it ran"))
+    positions = AutoConfig.from_pretrained(root / "gpt2").max_position_embeddings
+    sizes = ("--shape", "2x16", "--prompt-length", str(positions - 20), "--new-tokens", "5")
+    with pytest.raises(ValueError, match=f"together at most {positions - 16}: the model's {positions} "):
+        run("inference", str(root / "gpt2"), "--text", str(corpus), *sizes, *QUICK)
+
+
+def test_a_text_too_short_for_a_prompt_is_refused_before_anything_runs(saved, tmp_path, monkeypatch):
+    from twell.measure import inference
+
+    root, _ = saved
+    monkeypatch.setattr(inference, "bench_forward", lambda *given, **options: pytest.fail("it ran"))
+    short = tmp_path / "short.txt"
+    short.write_text("only this")
+    sizes = ("--shape", "1x4", "--prompt-length", "32", "--new-tokens", "2")
+    with pytest.raises(ValueError, match=r"text: got .* accepted: at least 32"):
+        run("inference", str(root / "ours"), "--text", str(short), *sizes, *QUICK)
+
+
+@pytest.mark.parametrize("place", ["folder", "file/records.jsonl"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, monkeypatch, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("twell.cli.bench.inference_job", lambda *given: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match="out: got '"):
+        run("inference", *QUICK, "--out", str(tmp_path / place))
+
+
+def full_disk(times: int):
+    """In place of `write_run`: the first writes fail."""
+    tries = []
+
+    def write(path, records) -> None:
+        tries.append(records)
+        if len(tries) <= times:
+            raise OSError(errno.ENOSPC, "no space left to write it")
+        write_run(path, records)
+
+    return write
+
+
+@pytest.mark.parametrize(("failing", "status"), [(1, 0), (100, FAILED)])
+def test_a_write_that_fails_loses_nothing(tmp_path, monkeypatch, failing, status):
+    """Each result is written as it comes, and all of them again at the end."""
+    monkeypatch.setattr("twell.cli.bench.inference_job", seconds_by_seed)
+    monkeypatch.setattr("twell.cli.bench._WRITE_EVERY", 0)
+    monkeypatch.setattr("twell.cli.bench.write_run", full_disk(failing))
+    out = tmp_path / "records.jsonl"
+    result = run("inference", *QUICK, "--out", str(out))
+    assert result.exit_code == status
+    assert result.output.count("records cannot be written, measuring goes on: ") == 1
+    assert "ours-eager: 3.00x dense-eager" in result.output
+    assert ("twell: records were not written: " in result.stderr) == (status == FAILED)
+    assert out.exists() == (status == 0)
+
+
+def test_two_benches_share_a_file(tmp_path, monkeypatch):
+    """What another one writes meanwhile stays, and nothing is there twice."""
+    out, other = tmp_path / "records.jsonl", tmp_path / "other.jsonl"
+    monkeypatch.setattr("twell.cli.bench._WRITE_EVERY", 0)
+    monkeypatch.setattr("twell.cli.bench.inference_job", seconds_by_seed)
+    assert run("inference", *QUICK, "--out", str(other), "--commit", "other").exit_code == 0
+
+    def with_another(options, emit, say):
+        seconds_by_seed(options, emit, say)
+        write_run(out, read_records(other))
+        seconds_by_seed(options, emit, say)
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", with_another)
+    assert run("inference", *QUICK, "--out", str(out), "--commit", "mine").exit_code == 0
+    assert sorted(one.commit for one in read_records(out)) == ["mine", "mine", "other", "other"]
 
 
 @pytest.mark.parametrize(("before", "said"), [(True, "before is above"), (False, "nothing was measured yet")])
