@@ -214,8 +214,8 @@ def _best_dense(
     times = ", ".join(f"{way} {timing.median * 1e3:.1f} ms" for way, timing in timings.items())
     setting.say(f"{NOTE}best dense is {best} ({times})")
     contender, model = candidates[best]
-    for place, timing in enumerate(timings.values()):
-        contender.details[f"way_{place}_seconds"] = timing.median
+    for way, timing in timings.items():
+        contender.details[f"way_seconds/{way}"] = timing.median
     return contender, model
 
 
