@@ -378,14 +378,42 @@ def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
 
 
-def generate_with_times(monkeypatch, out, *times: float):
+@pytest.mark.parametrize(
+    ("widened", "against"),
+    [
+        ((1, 1), "from the same model in float32, relative"),
+        ((0, 0), "from dense eager, relative"),
+        ((1, 0), "from the same model in float32, in some processes from dense eager, relative"),
+    ],
+)
+def test_the_legend_says_what_logits_were_compared_with(widened, against):
+    from twell.cli import bench_view
+    from twell.measure.results import Measured, merge
+
+    found = [
+        Measured(
+            workload="forward",
+            contender="ours-eager",
+            meaning="in words",
+            shape={"dtype": "bfloat16"},
+            tokens=8,
+            process=process,
+            seconds=(1.0,),
+            details={"against_float32": wide},
+        )
+        for process, wide in enumerate(widened)
+    ]
+    assert against in " ".join(bench_view._notes(merge(found)))
+
+
+def generate_with_times(monkeypatch, out, *times: float, options: tuple[str, ...] = QUICK):
     """times: how long calls take, two of each contender in a round: 18 tokens, then 16."""
     from twell.measure import inference
 
     ends = [end for seconds in times for end in (0.0, seconds)]
     monkeypatch.setattr(inference, "perf_counter", lambda: ends.pop(0))
     sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
-    result = run("inference", *sizes, *QUICK, "--out", str(out))
+    result = run("inference", *sizes, *options, "--out", str(out))
     assert ends == []
     return result
 
@@ -435,6 +463,23 @@ def test_noise_alone_is_no_measurement(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+def test_generation_takes_as_many_rounds_as_are_asked_for_in_turn(tmp_path, monkeypatch):
+    ran, generate = [], GenerationMixin.generate
+
+    def noted(self, *given, **options):
+        if options["max_new_tokens"] == 16:  # once in a round, and once before
+            ran.append("ours" if isinstance(self, twell.hf.SparseLlamaForCausalLM) else "dense")
+        return generate(self, *given, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", noted)
+    out, good = tmp_path / "records.jsonl", (20.0, 18.0)
+    options = ("--rounds", "7", *QUICK[2:])
+    generate_with_times(monkeypatch, out, *(good * 14), options=options)
+    assert [len(one.rounds[0]) for one in read_records(out)] == [7, 7]
+    ahead, back = ["dense", "ours"], ["ours", "dense"]
+    assert ran == ahead + ahead + back + back + ahead + ahead + back + back
+
+
 def test_rounds_before_an_interruption_are_kept(tmp_path, monkeypatch, processes):
     from twell.cli import bench
 

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from .. import reference
 from .._errors import reject
-from .._interval import ENOUGH_ROUNDS
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
 from .processes import NOTE
-from .timing import compare
+from .timing import compare, order_of_round
 
 FORWARD = {
     "dense-eager": "stock transformers Llama with ReLU, as PyTorch runs it",
@@ -41,7 +40,6 @@ CONTENDERS = list(dict.fromkeys([*FORWARD, *GENERATION]))
 _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 FIRST_TOKENS = 16  # new tokens that do not count: a step is captured meanwhile
-_MOST_ROUNDS = ENOUGH_ROUNDS  # of generation, whose samples are many tokens each
 # Errors beyond this many times dense eager's are no rounding; one block left out makes 4.6 times and more.
 _DOUBTFUL, _ROUNDED = 3.0, 1e-5
 _LOOKED_AT = 8192  # tokens whose active neurons are counted
@@ -374,7 +372,7 @@ def bench_generation(
             for one in running:
                 run(models[one.name], FIRST_TOKENS)
         taken = {}
-        for one in running[:: -1 if turn % 2 else 1]:
+        for one in order_of_round(running, turn):
             setting.say(f"{workload.title}: round {turn + 1}, {one.name}")
             long, short = (seconds(models[one.name], FIRST_TOKENS + more) for more in (new_tokens, 0))
             taken[one.name] = (long - short) / new_tokens
@@ -382,6 +380,5 @@ def bench_generation(
 
     # On a CPU, memory is counted by a profiler, which takes minutes for so many small operations.
     memory = setting.memory and setting.device.type == "cuda"
-    rounds = min(setting.rounds, _MOST_ROUNDS)
-    run_contest(running, workload, replace(setting, rounds=rounds, memory=memory), take_round)
+    run_contest(running, workload, replace(setting, memory=memory), take_round)
     setting.release()
