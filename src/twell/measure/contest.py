@@ -20,13 +20,14 @@ from .energy import Energy, Power, PowerSource, Reading, energy_of, mean_power, 
 from .environment import gpu_state
 from .memory import peak_bytes
 from .processes import NOTE
-from .results import Measured
-from .timing import compare, gc_paused
+from .results import Measured, overall_power
+from .timing import compare, gc_paused, order_of_round
 
 T = TypeVar("T")
 _SLOW_INTERVAL = 0.1  # seconds between readings while calls are timed
 _MOST_NOISY = 10  # rounds that count for nothing, until it is given up
 OUT_OF_MEMORY = "out of memory"
+_LOOKS = 3  # at the paths of a call: no layer is read twice in so many calls, after those of warming up
 _WINDOWS = 2  # of energy for each contender, in turn and back
 
 
@@ -37,7 +38,7 @@ class Contender:
     warm_up:      calls until it is ready: what it compiles is compiled, its layers are read.
     sparse:       whether our kernels should run in it, so that it is looked at which paths they take.
     sparse_tokens:  look at blocks' calls with so many tokens, of the whole warm-up: what is captured runs but
-                  once. None: at a call after the rounds.
+                  once. None: at some calls after the rounds.
     """
 
     name: str
@@ -186,6 +187,7 @@ def run_contest(
     samples: dict[str, list[float]] = {one.name: [] for one in contenders}
     joules: dict[str, list[float]] = {one.name: [] for one in contenders}
     power: dict[str, dict[str, Any]] = {one.name: {} for one in contenders}
+    windows: dict[str, list[dict[str, Any]]] = {one.name: [] for one in contenders}  # of energy
 
     def emit(one: Contender) -> None:
         setting.emit(
@@ -257,15 +259,24 @@ def run_contest(
     if not ahead:
         return
     for window in range(_WINDOWS):
-        for place, one in enumerate(running[:: -1 if window % 2 else 1]):
+        for place, one in enumerate(order_of_round(running, window)):
             what = f"energy (window {window + 1} of {_WINDOWS})"
             done = (window * len(running) + place) / (_WINDOWS * len(running))
             left = f"; {time_left(ahead * (1 - done))}"
             energy = attempt(one, what, lambda one=one: _energy(one, setting), left)
             if energy is not None:
                 joules[one.name].append(energy.joules)
-                power[one.name] = {**state, **energy.power.entries()}
+                windows[one.name].append(_of_window(energy.power))
+                power[one.name] = {**state, **overall_power(windows[one.name])}
                 emit(one)
+
+
+def _of_window(power: Power) -> dict[str, Any]:
+    """Entries beside those of the rounds, which have names of their own."""
+    return {
+        name if name.startswith("energy_") else f"energy_{name}": value
+        for name, value in power.entries().items()
+    }
 
 
 def _energy_seconds(running: Sequence[Contender], setting: Setting) -> float:
@@ -274,9 +285,19 @@ def _energy_seconds(running: Sequence[Contender], setting: Setting) -> float:
 
 
 def _paths(contender: Contender) -> list[Ran]:
-    with recorded_paths() as ran:
-        contender.call()
-    return list(ran)
+    """What blocks' calls usually do. Now and then one reads how active its layer is, and runs sparse for that
+    where the plan is dense: each does what it did in most of a few calls."""
+    looks: list[list[Ran]] = []
+    for _ in range(_LOOKS):
+        with recorded_paths() as ran:
+            contender.call()
+        looks.append(ran)
+    if len({len(look) for look in looks}) > 1:  # not call by call the same
+        return sorted(looks, key=sparse_share)[_LOOKS // 2]
+    return [
+        sorted(pieces, key=lambda piece: piece.path != "dense")[_LOOKS // 2]
+        for pieces in zip(*looks, strict=True)
+    ]
 
 
 def _energy(contender: Contender, setting: Setting) -> Energy | None:
