@@ -11,11 +11,12 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
+import transformers
 from PIL import Image
 from transformers import AutoConfig, GenerationMixin
 from typer.testing import CliRunner
 
-import twell.hf  # noqa: F401 - registers our models
+import twell.hf
 from twell.cli import bench_jobs
 from twell.cli.app import app
 from twell.cli.status import FAILED
@@ -54,6 +55,8 @@ def test_inference_end_to_end(tmp_path):
     assert ours.details["over/dense-eager/low"] <= ours.details["over/dense-eager"]
     assert ours.details["peak_bytes"] > 4 * SMALL.parameters
     assert ours.sparsity["nnz"] == pytest.approx(6, rel=0.3)
+    assert ours.sparsity["wanted_nnz"] == 6
+    assert ours.versions["transformers"] == transformers.__version__
     assert generated.details["same_tokens_as_dense"] == 1
     assert dense.details["rounds"] == 2
     with Image.open(plot) as image:
@@ -75,6 +78,8 @@ def test_training_end_to_end(tmp_path):
         ours = records[f"bench_training/{workload}/ours-eager"]
         assert ours.shape["checkpointing"] == (workload == "checkpointed")
         assert ours.ratio > 0
+        assert ours.sparsity["wanted_nnz"] == 6
+        assert ours.versions["transformers"] == transformers.__version__
         assert 0 < ours.error < 1e-5  # of a block's gradients, against float32
         assert ours.details["peak_bytes"] > 3 * 4 * SMALL.parameters  # weights and two moments
         dense = records[f"bench_training/{workload}/dense-eager"]
@@ -89,6 +94,7 @@ def test_the_largest_micro_batch_is_searched_for(tmp_path):
     *_, dense, ours = read_records(out)
     assert dense.what == "bench_training/micro-batch/dense-eager"
     assert (ours.unit, ours.baseline) == ("sequences", "dense-eager")
+    assert ours.sparsity == {"wanted_nnz": 6}
     assert 1 <= dense.value <= ours.value < 64
 
 
@@ -112,6 +118,7 @@ def test_a_model_reads_text(saved, tmp_path):
     assert run("inference", str(root / "ours"), *arguments, *QUICK, "--out", str(out)).exit_code == 0
     dense, ours = read_records(out)
     assert (ours.shape["model"], ours.shape["text"]) == ("ours", "text")
+    assert "wanted_nnz" not in ours.sparsity
     assert ours.error < 1e-3
     assert dense.shape["layers"] == 2
 
@@ -456,13 +463,6 @@ def test_short_calls_are_made_before_they_are_timed(tmp_path, monkeypatch):
     assert tokens == [18] * 6 + [16, 16] + [18, 16] * 4
 
 
-def test_noise_alone_is_no_measurement(tmp_path, monkeypatch):
-    result = generate_with_times(monkeypatch, tmp_path / "records.jsonl", *[9.0] * 40)
-    assert "dense-eager: 10 rounds in a row took times that vary by more than" in result.output
-    assert read_records(tmp_path / "records.jsonl") == []
-
-
-@pytest.mark.parametrize("processes", [1, 2])
 def test_generation_takes_as_many_rounds_as_are_asked_for_in_turn(tmp_path, monkeypatch):
     ran, generate = [], GenerationMixin.generate
 
@@ -480,6 +480,13 @@ def test_generation_takes_as_many_rounds_as_are_asked_for_in_turn(tmp_path, monk
     assert ran == ahead + ahead + back + back + ahead + ahead + back + back
 
 
+def test_noise_alone_is_no_measurement(tmp_path, monkeypatch):
+    result = generate_with_times(monkeypatch, tmp_path / "records.jsonl", *[9.0] * 40)
+    assert "dense-eager: 10 rounds in a row took times that vary by more than" in result.output
+    assert read_records(tmp_path / "records.jsonl") == []
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 def test_rounds_before_an_interruption_are_kept(tmp_path, monkeypatch, processes):
     from twell.cli import bench
 

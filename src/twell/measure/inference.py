@@ -73,12 +73,14 @@ def described(pair: ModelPair, name: str, **more: int | str | bool) -> dict[str,
 
 
 def sparsity_of(pair: ModelPair, ids: Tensor) -> dict[str, float]:
-    """Active neurons per token: mean over layers, least and most active layer, on some of `ids`."""
+    """Active neurons per token: mean over layers, least and most active layer, on some of `ids`; and how many
+    a built model was to have."""
     some = ids[: max(_LOOKED_AT // ids.shape[1], 1), :_LOOKED_AT]
     by_layer = active_by_layer(pair.sparse, some)
     if not by_layer:
         reject("model", "no block of ours with plain weights", "a model with exact zeros, not quantised")
-    return {"nnz": sum(by_layer) / len(by_layer), "nnz_least": min(by_layer), "nnz_most": max(by_layer)}
+    found = {"nnz": sum(by_layer) / len(by_layer), "nnz_least": min(by_layer), "nnz_most": max(by_layer)}
+    return found if pair.wanted_nnz is None else {**found, "wanted_nnz": pair.wanted_nnz}
 
 
 def bench_forward(

@@ -382,6 +382,7 @@ def batch_result(
         meaning=CONTENDERS[contender],
         shape=shape,
         tokens=max(sequences * case.sequence, 1),
+        sparsity={"wanted_nnz": float(case.size.nnz)},
         details={"sequences": sequences},
         failure=None if sequences else "no sequence fits",
     )
