@@ -26,6 +26,7 @@ from twell._files import (
     needs_space,
     open_or_build,
     read_json_object,
+    require_writable,
     write_atomically,
     write_json,
 )
@@ -276,3 +277,33 @@ def test_a_rewritten_file_keeps_its_mode(tmp_path):
     path.chmod(0o640)
     write_atomically(path, "two")
     assert path.stat().st_mode & 0o777 == 0o640
+
+
+class TestWritable:
+    def test_nothing_is_left_of_the_try(self, tmp_path):
+        path = tmp_path / "new" / "records.jsonl"
+        require_writable(path, "out")
+        assert list(path.parent.iterdir()) == []
+        path.write_text("old")
+        require_writable(path, "out")
+        assert path.read_text() == "old"
+
+    @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+    @pytest.mark.parametrize(
+        ("place", "what"), [("folder", "a folder"), ("fifo", "no plain file"), ("file/below", "is a file")]
+    )
+    def test_what_is_no_file(self, tmp_path, place, what):
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+        os.mkfifo(tmp_path / "fifo")
+        with pytest.raises(ValueError, match=f"^out: got '.*{what}"):
+            require_writable(tmp_path / place, "out")
+
+    def test_a_full_disk(self, tmp_path, monkeypatch):
+        def fail(*_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        with pytest.raises(ValueError, match=r"^out: got .*: No space left on device; accepted: a file that"):
+            require_writable(tmp_path / "records.jsonl", "out")
+        assert list(tmp_path.iterdir()) == []

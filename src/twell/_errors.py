@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 FLOAT_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_MOST_SAID = 300  # characters of an error in one line
 # The extras of pyproject.toml and the modules that only they bring.
 EXTRAS = {
     "plot": ("matplotlib",),
@@ -109,6 +111,31 @@ def ran_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OtherProcessError):
         return False
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY)
+
+
+# Errors of these packages' own classes are about compiling. Triton's own search for a compiler, and the
+# compilers that it starts, fail with Python's.
+_COMPILERS = ("torch._dynamo", "torch._inductor", "triton")
+_NO_COMPILER = ("Failed to find C compiler", "Failed to find C++ compiler")
+
+
+def failed_to_compile(error: BaseException) -> bool:
+    """Whether `error` says that torch.compile or Triton could not compile something."""
+    if isinstance(error, subprocess.CalledProcessError):
+        return True
+    if isinstance(error, RuntimeError) and str(error).startswith(_NO_COMPILER):
+        return True
+    return any(kind.__module__.startswith(_COMPILERS) for kind in type(error).__mro__)
+
+
+def in_one_line(error: BaseException) -> str:
+    """What an error says, without the code and the advice that compilers add."""
+    lines = str(error).strip().partition("\n\n")[0].splitlines() or [""]
+    said = lines[0] if len(lines) == 1 or not lines[0].endswith(":") else f"{lines[0]} {lines[-1].strip()}"
+    # These are raised for the reader, in words; of others the class says more.
+    told = isinstance(error, ValueError | RuntimeError | OSError)
+    said = said if told and said else f"{type(error).__name__}: {said}".removesuffix(": ")
+    return said if len(said) <= _MOST_SAID else f"{said[:_MOST_SAID]}..."
 
 
 def asked_too_much(error: RuntimeError) -> str | None:

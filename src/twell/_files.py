@@ -80,7 +80,7 @@ def make_folder(path: Path, argument: str) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file in one piece: readers find the old content or the new, even after a power cut."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+    temporary = _part_of(path)
     with needs_space(str(path)):
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -96,6 +96,35 @@ def write_atomically(path: Path, text: str) -> None:
                 temporary.unlink(missing_ok=True)
             raise
     sync(path.parent)
+
+
+def _part_of(path: Path) -> Path:
+    """What becomes `path` once it is complete."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
+
+
+def require_writable(path: Path, argument: str) -> None:
+    """Refuse a path where `write_atomically` would fail, before the work whose results go there.
+
+    A few bytes are written beside it, and removed; its folder is made.
+    """
+    from ._errors import reject  # here: it brings torch, which `import twell` need not wait for
+
+    try:
+        if path.exists() and not path.is_file():
+            what = "a folder" if path.is_dir() else "no plain file"
+            reject(argument, f"{str(path)!r}, {what}", "a file to write")
+        make_folder(path.parent, argument)
+        part = _part_of(path)
+        try:
+            with part.open("wb") as file:
+                file.write(b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        finally:
+            part.unlink(missing_ok=True)
+    except OSError as error:
+        reject(argument, f"{str(path)!r}: {error.strerror or error}", "a file that can be written")
 
 
 def write_json(path: Path, value: Any) -> None:

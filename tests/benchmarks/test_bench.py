@@ -83,6 +83,17 @@ def test_inference(tables):
     assert tables.forward("cpu") == tables.NOT_MEASURED
 
 
+def test_the_best_dense_way_of_every_process_is_named(tables):
+    ways = [
+        measured("forward", "best-dense", 0.5).plus(process=process, meaning=f"{way}: in words")
+        for process, way in enumerate(("merged gate-up", "max-autotune"))
+    ]
+    write_records(tables.INFERENCE, records("bench_inference", *ways))
+    assert (
+        tables.best_dense() == "- 2B: process 1: merged gate-up: in words; process 2: max-autotune: in words."
+    )
+
+
 def test_models_that_fire_other_numbers_of_neurons_are_others(tables):
     names = ("dense-eager", "dense-compiled", "ours-eager", "ours-compiled")
     found = [measured("forward", one, 0.6) for one in names]

@@ -20,3 +20,8 @@ def seconds_by_seed(options, emit, say) -> None:
                 seconds=(seconds,) * options.rounds,
             )
         )
+
+
+def fails_after_measuring(options, emit, say) -> None:
+    seconds_by_seed(options, emit, say)
+    raise IndexError("index [64] is out of range")

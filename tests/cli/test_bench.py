@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 import torch
 
@@ -9,16 +11,19 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
+import transformers
 from PIL import Image
 from transformers import AutoConfig, GenerationMixin
 from typer.testing import CliRunner
 
-import twell.hf  # noqa: F401 - registers our models
+import twell.hf
 from twell.cli import bench_jobs
 from twell.cli.app import app
+from twell.cli.status import FAILED
 from twell.measure import models, read_records
+from twell.measure.records import write_run
 
-from .light_job import seconds_by_seed
+from .light_job import fails_after_measuring, seconds_by_seed
 from .small_bench import QUICK, SMALL, run
 
 pytestmark = pytest.mark.usefixtures("small_bench")
@@ -50,6 +55,8 @@ def test_inference_end_to_end(tmp_path):
     assert ours.details["over/dense-eager/low"] <= ours.details["over/dense-eager"]
     assert ours.details["peak_bytes"] > 4 * SMALL.parameters
     assert ours.sparsity["nnz"] == pytest.approx(6, rel=0.3)
+    assert ours.sparsity["wanted_nnz"] == 6
+    assert ours.versions["transformers"] == transformers.__version__
     assert generated.details["same_tokens_as_dense"] == 1
     assert dense.details["rounds"] == 2
     with Image.open(plot) as image:
@@ -71,6 +78,8 @@ def test_training_end_to_end(tmp_path):
         ours = records[f"bench_training/{workload}/ours-eager"]
         assert ours.shape["checkpointing"] == (workload == "checkpointed")
         assert ours.ratio > 0
+        assert ours.sparsity["wanted_nnz"] == 6
+        assert ours.versions["transformers"] == transformers.__version__
         assert 0 < ours.error < 1e-5  # of a block's gradients, against float32
         assert ours.details["peak_bytes"] > 3 * 4 * SMALL.parameters  # weights and two moments
         dense = records[f"bench_training/{workload}/dense-eager"]
@@ -85,6 +94,7 @@ def test_the_largest_micro_batch_is_searched_for(tmp_path):
     *_, dense, ours = read_records(out)
     assert dense.what == "bench_training/micro-batch/dense-eager"
     assert (ours.unit, ours.baseline) == ("sequences", "dense-eager")
+    assert ours.sparsity == {"wanted_nnz": 6}
     assert 1 <= dense.value <= ours.value < 64
 
 
@@ -108,6 +118,7 @@ def test_a_model_reads_text(saved, tmp_path):
     assert run("inference", str(root / "ours"), *arguments, *QUICK, "--out", str(out)).exit_code == 0
     dense, ours = read_records(out)
     assert (ours.shape["model"], ours.shape["text"]) == ("ours", "text")
+    assert "wanted_nnz" not in ours.sparsity
     assert ours.error < 1e-3
     assert dense.shape["layers"] == 2
 
@@ -148,6 +159,10 @@ def test_a_model_that_is_not_sparse(saved):
         (("inference", "--text", "python"), "presets have no tokenizer"),
         (("inference", "--shape", "32"), "SEQUENCESxTOKENS"),
         (("inference", "--shape", "1x4096", *QUICK), "at most 128, the preset's positions"),
+        (
+            ("inference", "--prompt-length", "100", "--new-tokens", "13", *QUICK),
+            "prompt_length, new_tokens: got 100 and 13; accepted: together at most 112: the preset's 128",
+        ),
         (("inference", "--workload", "decode"), "workload: got 'decode'"),
         (("inference", "--contenders", "dense-eager,theirs"), "contenders: got 'theirs'"),
         (("inference", "--preset", "paper-3b"), "preset: got 'paper-3b'"),
@@ -179,6 +194,32 @@ def test_a_model_that_does_not_fit(monkeypatch):
         run("inference", "--preset", "small", *QUICK)
 
 
+@pytest.mark.parametrize("building", [True, False])
+def test_what_does_not_compile_stops_nobody_else(tmp_path, monkeypatch, building):
+    """building: whether best dense's ways fail while they are built, else in their first call."""
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    from twell.measure import baselines, inference
+
+    def no_compiler(*given, **options):
+        raise InvalidCxxCompiler
+
+    def uncompiled(model, **options):
+        model.forward = no_compiler
+        return model
+
+    monkeypatch.setattr(inference, "compile_layers", uncompiled)
+    monkeypatch.setattr(baselines, "compile_layers", no_compiler if building else uncompiled)
+    out = tmp_path / "records.jsonl"
+    contenders = ("--contenders", "dense-eager,dense-compiled,best-dense,ours-eager")
+    sizes = ("--shape", "2x16", "--workload", "forward")
+    result = run("inference", *sizes, *contenders, *QUICK, "--out", str(out))
+    assert result.exit_code == 0
+    assert "dense-compiled: does not compile: No working C++ compiler found" in result.output
+    assert "best-dense: max-autotune: does not compile: " in result.output
+    assert [one.what.rpartition("/")[2] for one in read_records(out)] == ["dense-eager", "ours-eager"]
+
+
 def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     """Generation is refused after the forward pass was measured."""
     out = tmp_path / "records.jsonl"
@@ -194,6 +235,106 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path, monkeypatch):
     assert result.exit_code != 0
     assert "forward of tiny" in result.output
     assert len(read_records(out)) == 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_after_any_failure_what_was_measured_is_shown(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr("twell.cli.bench.inference_job", fails_after_measuring)
+    out = tmp_path / "records.jsonl"
+    result = run("inference", *QUICK, "--processes", str(processes), "--out", str(out))
+    assert result.exit_code == FAILED
+    assert "ours-eager: 3.00x dense-eager" in result.output
+    assert len(read_records(out)) == 2
+    assert result.stderr.splitlines()[-1].endswith(
+        "IndexError: index [64] is out of range; what was measured before is above"
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_a_failure_before_anything_was_measured_is_raised(monkeypatch):
+    def fails(options, emit, say):
+        raise IndexError("index 64 is out of range")
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", fails)
+    with pytest.raises(IndexError, match="index 64"):
+        run("inference", *QUICK)
+
+
+def test_generation_beyond_a_models_positions_is_refused_before_anything_runs(saved, monkeypatch):
+    from twell.measure import inference
+
+    root, corpus = saved
+    monkeypatch.setattr(inference, "bench_forward", lambda *given, **options: pytest.fail("it ran"))
+    positions = AutoConfig.from_pretrained(root / "gpt2").max_position_embeddings
+    sizes = ("--shape", "2x16", "--prompt-length", str(positions - 20), "--new-tokens", "5")
+    with pytest.raises(ValueError, match=f"together at most {positions - 16}: the model's {positions} "):
+        run("inference", str(root / "gpt2"), "--text", str(corpus), *sizes, *QUICK)
+
+
+def test_a_text_too_short_for_a_prompt_is_refused_before_anything_runs(saved, tmp_path, monkeypatch):
+    from twell.measure import inference
+
+    root, _ = saved
+    monkeypatch.setattr(inference, "bench_forward", lambda *given, **options: pytest.fail("it ran"))
+    short = tmp_path / "short.txt"
+    short.write_text("only this")
+    sizes = ("--shape", "1x4", "--prompt-length", "32", "--new-tokens", "2")
+    with pytest.raises(ValueError, match=r"text: got .* accepted: at least 32"):
+        run("inference", str(root / "ours"), "--text", str(short), *sizes, *QUICK)
+
+
+@pytest.mark.parametrize("place", ["folder", "file/records.jsonl"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, monkeypatch, place):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("twell.cli.bench.inference_job", lambda *given: pytest.fail("it ran"))
+    with pytest.raises(ValueError, match="out: got '"):
+        run("inference", *QUICK, "--out", str(tmp_path / place))
+
+
+def full_disk(times: int):
+    """In place of `write_run`: the first writes fail."""
+    tries = []
+
+    def write(path, records) -> None:
+        tries.append(records)
+        if len(tries) <= times:
+            raise OSError(errno.ENOSPC, "no space left to write it")
+        write_run(path, records)
+
+    return write
+
+
+@pytest.mark.parametrize(("failing", "status"), [(1, 0), (100, FAILED)])
+def test_a_write_that_fails_loses_nothing(tmp_path, monkeypatch, failing, status):
+    """Each result is written as it comes, and all of them again at the end."""
+    monkeypatch.setattr("twell.cli.bench.inference_job", seconds_by_seed)
+    monkeypatch.setattr("twell.cli.bench._WRITE_EVERY", 0)
+    monkeypatch.setattr("twell.cli.bench.write_run", full_disk(failing))
+    out = tmp_path / "records.jsonl"
+    result = run("inference", *QUICK, "--out", str(out))
+    assert result.exit_code == status
+    assert result.output.count("records cannot be written, measuring goes on: ") == 1
+    assert "ours-eager: 3.00x dense-eager" in result.output
+    assert ("twell: records were not written: " in result.stderr) == (status == FAILED)
+    assert out.exists() == (status == 0)
+
+
+def test_two_benches_share_a_file(tmp_path, monkeypatch):
+    """What another one writes meanwhile stays, and nothing is there twice."""
+    out, other = tmp_path / "records.jsonl", tmp_path / "other.jsonl"
+    monkeypatch.setattr("twell.cli.bench._WRITE_EVERY", 0)
+    monkeypatch.setattr("twell.cli.bench.inference_job", seconds_by_seed)
+    assert run("inference", *QUICK, "--out", str(other), "--commit", "other").exit_code == 0
+
+    def with_another(options, emit, say):
+        seconds_by_seed(options, emit, say)
+        write_run(out, read_records(other))
+        seconds_by_seed(options, emit, say)
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", with_another)
+    assert run("inference", *QUICK, "--out", str(out), "--commit", "mine").exit_code == 0
+    assert sorted(one.commit for one in read_records(out)) == ["mine", "mine", "other", "other"]
 
 
 @pytest.mark.parametrize(("before", "said"), [(True, "before is above"), (False, "nothing was measured yet")])
@@ -244,14 +385,42 @@ def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
 
 
-def generate_with_times(monkeypatch, out, *times: float):
+@pytest.mark.parametrize(
+    ("widened", "against"),
+    [
+        ((1, 1), "from the same model in float32, relative"),
+        ((0, 0), "from dense eager, relative"),
+        ((1, 0), "from the same model in float32, in some processes from dense eager, relative"),
+    ],
+)
+def test_the_legend_says_what_logits_were_compared_with(widened, against):
+    from twell.cli import bench_view
+    from twell.measure.results import Measured, merge
+
+    found = [
+        Measured(
+            workload="forward",
+            contender="ours-eager",
+            meaning="in words",
+            shape={"dtype": "bfloat16"},
+            tokens=8,
+            process=process,
+            seconds=(1.0,),
+            details={"against_float32": wide},
+        )
+        for process, wide in enumerate(widened)
+    ]
+    assert against in " ".join(bench_view._notes(merge(found)))
+
+
+def generate_with_times(monkeypatch, out, *times: float, options: tuple[str, ...] = QUICK):
     """times: how long calls take, two of each contender in a round: 18 tokens, then 16."""
     from twell.measure import inference
 
     ends = [end for seconds in times for end in (0.0, seconds)]
     monkeypatch.setattr(inference, "perf_counter", lambda: ends.pop(0))
     sizes = ("--prompt-length", "4", "--new-tokens", "2", "--workload", "generation")
-    result = run("inference", *sizes, *QUICK, "--out", str(out))
+    result = run("inference", *sizes, *options, "--out", str(out))
     assert ends == []
     return result
 
@@ -292,6 +461,23 @@ def test_short_calls_are_made_before_they_are_timed(tmp_path, monkeypatch):
     good = (20.0, 18.0)
     generate_with_times(monkeypatch, tmp_path / "records.jsonl", *(good * 4))
     assert tokens == [18] * 6 + [16, 16] + [18, 16] * 4
+
+
+def test_generation_takes_as_many_rounds_as_are_asked_for_in_turn(tmp_path, monkeypatch):
+    ran, generate = [], GenerationMixin.generate
+
+    def noted(self, *given, **options):
+        if options["max_new_tokens"] == 16:  # once in a round, and once before
+            ran.append("ours" if isinstance(self, twell.hf.SparseLlamaForCausalLM) else "dense")
+        return generate(self, *given, **options)
+
+    monkeypatch.setattr(GenerationMixin, "generate", noted)
+    out, good = tmp_path / "records.jsonl", (20.0, 18.0)
+    options = ("--rounds", "7", *QUICK[2:])
+    generate_with_times(monkeypatch, out, *(good * 14), options=options)
+    assert [len(one.rounds[0]) for one in read_records(out)] == [7, 7]
+    ahead, back = ["dense", "ours"], ["ours", "dense"]
+    assert ran == ahead + ahead + back + back + ahead + ahead + back + back
 
 
 def test_noise_alone_is_no_measurement(tmp_path, monkeypatch):

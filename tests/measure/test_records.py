@@ -7,10 +7,12 @@ import json
 import math
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from twell._files import locked
 from twell.measure import (
     Record,
     RunRecord,
@@ -22,6 +24,7 @@ from twell.measure import (
     versions,
     write_records,
 )
+from twell.measure.records import source, write_run
 
 ENTRIES = {
     "what": "ffn_cpu/prefill/auto",
@@ -317,3 +320,41 @@ class TestRuns:
     def test_rejection_names_field_value_and_accepted(self, field, bad):
         with pytest.raises(ValueError, match=rf"^{field}.*: got [\s\S]*; accepted: "):
             RunRecord(**RUN | {field: bad})
+
+
+def run_of(day: int, *values: float) -> list[Record]:
+    date = f"2026-01-{day:02}T12:00:00+00:00"
+    return [dataclasses.replace(record(), value=value, date=date) for value in values]
+
+
+def test_a_run_is_written_in_place_of_its_own_records_only(tmp_path):
+    path = tmp_path / "new" / "records.jsonl"
+    write_run(path, run_of(1, 1.0))
+    write_run(path, run_of(2, 4.0))
+    write_run(path, run_of(1, 1.0, 2.0))
+    assert read_records(path) == [*run_of(2, 4.0), *run_of(1, 1.0, 2.0)]
+
+
+def test_runs_that_write_at_once_keep_each_others_records(tmp_path):
+    path = tmp_path / "records.jsonl"
+
+    def write(day: int) -> None:
+        for count in range(1, 9):
+            write_run(path, run_of(day, *range(1, 1 + count)))
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(1, 5)))
+    assert len(read_records(path)) == 4 * 8
+
+
+def test_a_run_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("twell.measure.records._LOCK_SECONDS", 0)
+    path = tmp_path / "records.jsonl"
+    with locked(path.with_name(".records.jsonl.lock")), pytest.raises(TimeoutError, match="another process"):
+        write_run(path, run_of(1, 1.0))
+    assert not path.exists()
+
+
+def test_runs_have_dates_of_their_own():
+    """To the microsecond: two may begin in one second."""
+    assert len(source("cpu", None)["date"]) == len("2026-01-31T12:00:00.000000+00:00")

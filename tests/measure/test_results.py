@@ -218,6 +218,9 @@ def test_contenders_that_never_ran_side_by_side_are_not_compared():
         [dense.plus(**failed), ours, dense.plus(process=1), ours.plus(process=1, **failed)],
     )
     assert [one.gains for one in merged] == [{}, {}]
+    found = [one for both in merged for one in both.processes]
+    records = records_of("bench_inference", found, source=source("cpu", None), seed=0)
+    assert [(one.baseline, one.baseline_value) for one in records] == [(None, None)] * 2
 
 
 def test_the_state_of_the_gpu_is_that_of_all_processes():
@@ -230,6 +233,58 @@ def test_the_state_of_the_gpu_is_that_of_all_processes():
     (record,) = records_of("bench_inference", processes, source=source("cpu", None), seed=0)
     found = {name: record.hardware[name] for name in ("sm_clock_mhz", "temperature_c", "energy_from")}
     assert found == {"sm_clock_mhz": 1750, "temperature_c": 61, "energy_from": "NVML"}
+
+
+def test_clocks_are_rounded_and_known_where_one_process_knows_them():
+    processes = [
+        measured("dense-eager", 1.0, power={"sm_clock_mhz": None, "power_limit_w": None}),
+        measured("dense-eager", 1.0, process=1, power={"sm_clock_mhz": 1750, "power_limit_w": None}),
+        measured("dense-eager", 1.0, process=2, power={"sm_clock_mhz": 1753, "power_limit_w": None}),
+        measured("dense-eager", 1.0, process=3, power={"sm_clock_mhz": 1752, "power_limit_w": None}),
+    ]
+    (merged,) = merge(processes)
+    assert merged.power == {"sm_clock_mhz": 1752, "power_limit_w": None}
+    assert isinstance(merged.power["sm_clock_mhz"], int)
+
+
+def test_every_method_of_energy_is_named_once():
+    methods = ("counter", "counter and samples", "counter")
+    (merged,) = merge(
+        measured("dense-eager", 1.0, process=n, power={"energy_from": one, "energy_temperature_c": 50 + n})
+        for n, one in enumerate(methods)
+    )
+    assert merged.power == {"energy_from": "counter and samples", "energy_temperature_c": 52}
+
+
+def test_the_largest_micro_batch_fits_in_every_process():
+    found = [
+        measured(one, process=process, details={"sequences": count})
+        for process, counts in enumerate(({"dense-eager": 40, "ours-eager": 57}, {"ours-eager": 54}))
+        for one, count in counts.items()
+    ]
+    dense, ours = records_of("bench_training", found, source=source("cpu", None), seed=0)
+    assert (dense.value, ours.value, ours.baseline_value) == (40, 54, 40)
+
+
+def test_what_could_not_be_widened_in_one_process_counts():
+    (merged,) = merge(measured("a", 1.0, process=n, details={"against_float32": 1 - n}) for n in range(2))
+    assert merged.detail("against_float32") == 0
+
+
+def test_ways_keep_their_names_and_the_winner_of_every_process_is_noted():
+    def way(name: str, process: int, **seconds: float) -> Measured:
+        details = {f"way_seconds/{one}": value for one, value in seconds.items()}
+        return measured("best-dense", 1.0, process=process, details=details).plus(meaning=f"{name} in words")
+
+    differ = [way("merged", 0, autotuned=3.0, merged=2.0), way("autotuned", 1, autotuned=1.0)]
+    (record,) = records_of("bench_inference", differ, source=source("cpu", None), seed=0)
+    assert record.shape["meaning"] == "process 1: merged in words; process 2: autotuned in words"
+    assert (record.details["way_seconds/autotuned"], record.details["way_seconds/merged"]) == (2.0, 2.0)
+    (record,) = records_of("bench_inference", differ[:1], source=source("cpu", None), seed=0)
+    assert record.shape["meaning"] == "merged in words"
+    failed = measured("best-dense", failure="out of memory")
+    (record,) = records_of("bench_inference", [failed, differ[1]], source=source("cpu", None), seed=0)
+    assert record.shape["meaning"] == "autotuned in words"
 
 
 def test_contenders_that_ran_in_different_processes_have_one_sparsity():

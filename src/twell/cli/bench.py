@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,13 +15,14 @@ import typer
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .._errors import reject, require_choice
+from .._errors import in_one_line, reject, require_choice
+from .._files import require_writable
 from .._interval import ENOUGH_ROUNDS
 from .._numbers import time_left
-from ..measure import Record, read_records, write_records
+from ..measure import Record, read_records
 from ..measure.models import require_preset
 from ..measure.processes import NOTE, Job, run_apart
-from ..measure.records import source
+from ..measure.records import source, write_run
 from ..measure.results import Measured, merge, records_of
 from ..plots import speedup_bars
 from . import bench_view
@@ -41,6 +43,7 @@ WORKLOADS = ("forward", "generation")
 _LONG = 5.0  # seconds from which on a step of the work stays on screen
 _WRITE_EVERY = 5.0  # seconds: where rounds are short, a file written after each would leave the GPU idle
 CHECKPOINTING = {"off": (False,), "on": (True,), "both": (False, True)}
+_log = logging.getLogger("twell")
 
 
 def run_inference(
@@ -202,15 +205,25 @@ def _measuring(shared: dict[str, Any], gpu: bool) -> dict[str, Any]:
 
 
 class _Collected:
-    """Results as they come, on file soon after they are known."""
+    """Results as they come, on file soon after they are known. Others may append to the file meanwhile.
 
-    def __init__(self, what: str, options: Common, out: Path | None, commit: str | None) -> None:
-        self._what, self._options, self._out = what, options, out
-        # Once: the file is written often.
+    unwritten: why the last try to write the file failed; None if it did not.
+    """
+
+    def __init__(
+        self, what: str, options: Common, out: Path | None, commit: str | None, say: Callable[[str], None]
+    ) -> None:
+        if out is not None:
+            require_writable(out, "out")
+            if out.exists():
+                read_records(out)  # refuses what is no file of records
+        self._what, self._options, self._out, self._say = what, options, out, say
+        # Once: it says which records of the file are of this run.
         self._source = source(options.device, None) | ({"commit": commit} if commit else {})
-        self._before: list[Record] = read_records(out) if out is not None and out.exists() else []
         self._found: dict[tuple, Measured] = {}
         self._written = -_WRITE_EVERY
+        self._told = False
+        self.unwritten: str | None = None
 
     def add(self, process: int, measured: Measured) -> None:
         self._found[(process, *measured.key)] = measured.plus(process=process)
@@ -218,8 +231,18 @@ class _Collected:
             self.write()
 
     def write(self) -> None:
+        """What cannot be written now may be later, and is measured in any case."""
         if self._out is not None and self._found:
-            write_records(self._out, [*self._before, *self.records()])
+            records = self.records()
+            try:
+                write_run(self._out, records)
+            except (OSError, ValueError) as error:
+                self.unwritten = in_one_line(error)
+                if not self._told:
+                    self._say(f"records cannot be written, measuring goes on: {self.unwritten}")
+                self._told = True
+            else:
+                self.unwritten = None
         self._written = perf_counter()
 
     @property
@@ -249,12 +272,17 @@ def _run(
         console = Console(width=max(console.width, 120))
     if not gpu:
         console.print(bench_view.ON_A_CPU, highlight=False, soft_wrap=True)
-    collected = _Collected(what, options, out, commit)
+
+    def note(text: str) -> None:
+        # No markup: what compilers and paths have in brackets is none.
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    collected = _Collected(what, options, out, commit, note)
     failure, status = None, 0
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=None)
-        phase = _Phases(console, progress, task)
+        phase = _Phases(console, progress, task, note)
 
         def start(job: Job, options: Any, emit: Callable[[Measured], None]) -> None:
             if count == 1:
@@ -278,16 +306,17 @@ def _run(
                 start(job, of_process(options, process), lambda m, p=process: collected.add(p, m))
         except KeyboardInterrupt:
             failure, status = "interrupted", INTERRUPTED
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:
             if not collected.measured:
                 raise
-            failure, status = str(error), FAILED
+            _log.debug("twell bench has failed", exc_info=True)
+            failure, status = in_one_line(error), FAILED
         finally:
             collected.write()
         phase.end()
     merged = merge(collected.measured)
     bench_view.show(console, merged, collected.records())
-    if out is not None and collected.measured:
+    if out is not None and collected.measured and collected.unwritten is None:
         console.print(f"records: {out}", highlight=False)
     if plot is not None and any(one.gain for one in merged):
         _draw(plot, merged)
@@ -295,7 +324,10 @@ def _run(
     if failure is not None:
         kept = "what was measured before is above" if collected.measured else "nothing was measured yet"
         print(f"twell: {failure}; {kept}", file=sys.stderr)
-        raise typer.Exit(status)
+    if collected.unwritten is not None:
+        print(f"twell: records were not written: {collected.unwritten}", file=sys.stderr)
+    if status or collected.unwritten is not None:
+        raise typer.Exit(status or FAILED)
 
 
 def _draw(plot: Path, merged: list) -> None:
@@ -309,14 +341,14 @@ def _draw(plot: Path, merged: list) -> None:
 class _Phases:
     """Shows what is running and since when; prints what takes seconds as a line that stays."""
 
-    def __init__(self, console: Console, progress: Progress, task: Any) -> None:
-        self._console, self._progress, self._task = console, progress, task
+    def __init__(self, console: Console, progress: Progress, task: Any, note: Callable[[str], None]) -> None:
+        self._console, self._progress, self._task, self._note = console, progress, task, note
         self._began, self._text, self.prefix = perf_counter(), "", ""
 
     def __call__(self, text: str) -> None:
         self.end()
         if text.startswith(NOTE):
-            self._console.print(text.removeprefix(NOTE), highlight=False, soft_wrap=True)
+            self._note(text.removeprefix(NOTE))
             return
         self._text = f"{self.prefix}{text}"
         self._progress.update(self._task, description=self._text)

@@ -102,20 +102,21 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
     setting = _setting(options, emit, say)
     say("building the models" if options.preset is not None else f"loading {options.model}")
     pair, tokens = _built(options) if options.preset is not None else _loaded(options)
-    shapes = options.shapes or (_usual_shape(pair, setting.device),)
     name = options.preset or short_name(str(options.model))
-    if "forward" in options.workloads:
-        chosen = [one for one in FORWARD if one in options.contenders]
-        for batch, sequence in shapes:
-            ids, origin = tokens(batch, sequence)
-            calibrated = options.preset is not None
-            given = Batch(ids=ids, origin=origin)
-            bench_forward(pair, name, given, chosen, setting, calibrated=calibrated)
-    if "generation" in options.workloads:
-        chosen = [one for one in generation_contenders(setting.device) if one in options.contenders]
-        for batch in options.prompts:
-            ids, origin = tokens(batch, options.prompt_length)
-            bench_generation(pair, name, Batch(ids=ids, origin=origin), options.new_tokens, chosen, setting)
+    shapes = options.shapes or (_usual_shape(pair, setting.device),)
+    prompts = [(batch, options.prompt_length) for batch in options.prompts]
+    # All of them before anything runs: a text may be too short for some.
+    batches = {
+        workload: [Batch(ids=ids, origin=origin) for ids, origin in (tokens(*shape) for shape in wanted)]
+        for workload, wanted in (("forward", shapes), ("generation", prompts))
+        if workload in options.workloads
+    }
+    chosen = [one for one in FORWARD if one in options.contenders]
+    for batch in batches.get("forward", ()):
+        bench_forward(pair, name, batch, chosen, setting, calibrated=options.preset is not None)
+    chosen = [one for one in generation_contenders(setting.device) if one in options.contenders]
+    for batch in batches.get("generation", ()):
+        bench_generation(pair, name, batch, options.new_tokens, chosen, setting)
 
 
 def _usual_shape(pair: ModelPair, device: torch.device) -> tuple[int, int]:
@@ -124,11 +125,26 @@ def _usual_shape(pair: ModelPair, device: torch.device) -> tuple[int, int]:
     return batch, min(sequence, getattr(pair.dense.config, "max_position_embeddings", None) or sequence)
 
 
+def _require_positions(options: InferenceOptions, positions: int, whose: str) -> None:
+    """Refuse sequences and generations that are longer than a model has positions."""
+    from ..measure.inference import FIRST_TOKENS
+
+    longest = max((length for _, length in options.shapes), default=0)
+    if "forward" in options.workloads and longest > positions:
+        reject("shape", f"sequences of {longest} tokens", f"at most {positions}, {whose} positions")
+    prompt, new = options.prompt_length, options.new_tokens
+    if "generation" in options.workloads and prompt + FIRST_TOKENS + new > positions:
+        reject(
+            "prompt_length, new_tokens",
+            f"{prompt} and {new}",
+            f"together at most {positions - FIRST_TOKENS}: {whose} {positions} positions less {FIRST_TOKENS} "
+            "first tokens, which are not timed; or --workload forward",
+        )
+
+
 def _built(options: InferenceOptions):
     size = preset_size(options.preset, layers=options.layers, nnz=options.nnz)
-    longest = max((length for _, length in options.shapes), default=0)
-    if longest > size.positions:
-        reject("shape", f"sequences of {longest} tokens", f"at most {size.positions}, the preset's positions")
+    _require_positions(options, size.positions, "the preset's")
     dtype = DTYPES[options.dtype]
     # Two models; the float32 one that logits are compared with is left out where it does not fit.
     require_room(size, bytes_per_parameter=2 * dtype.itemsize, device=options.device, name=options.preset)
@@ -149,13 +165,12 @@ def _loaded(options: InferenceOptions):
     source = text_source(options.text)
     sparse, tokenizer = load_model(options.model, dtype=options.dtype, device=options.device)
     require_sparse_blocks(sparse)
+    positions = getattr(sparse.config, "max_position_embeddings", None)
+    if positions is not None:
+        _require_positions(options, positions, "the model's")
     pair = ModelPair(_stock_twin(sparse), sparse)
 
-    positions = getattr(sparse.config, "max_position_embeddings", None)
-
     def tokens(batch: int, length: int) -> tuple[Tensor, str]:
-        if positions is not None and length > positions:
-            reject("shape, prompt_length", f"{length} tokens", f"at most {positions}, the model's positions")
         windows = text_windows(sparse, tokenizer, documents(source), length)
         whole: list[list[int]] = []
         read = 0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .._interval import MEANING
@@ -67,11 +68,10 @@ def _show_group(console: Console, group: list[Merged]) -> None:
     console.print(table)
     for one in group:
         if one.failure is not None:
-            console.print(
-                f"  [yellow]{one.first.contender}: {one.failure}[/]", highlight=False, soft_wrap=True
-            )
+            said = escape(f"{one.first.contender}: {one.failure}")  # compilers write brackets
+            console.print(f"  [yellow]{said}[/]", highlight=False, soft_wrap=True)
     for one in group:
-        console.print(f"  {one.first.contender}: {one.first.meaning}", highlight=False, soft_wrap=True)
+        console.print(f"  {one.first.contender}: {one.meaning}", highlight=False, soft_wrap=True)
     for line in (*_notes(group), *_comparisons(group)):
         console.print(f"  {line}", highlight=False, soft_wrap=True)
     nnz = first.sparsity
@@ -129,7 +129,10 @@ def _notes(group: list[Merged]) -> list[str]:
     details = {name: value for one in group[::-1] for name, value in one.first.details.items()}
     if group[0].first.workload == "forward" and "against_float32" in details:
         wider = "float64" if group[0].first.shape["dtype"] == "float32" else "float32"
-        against = f"the same model in {wider}" if details["against_float32"] else "dense eager"
+        widened = {m.details.get("against_float32") for one in group for m in one.processes} - {None}
+        against = f"the same model in {wider}" if 1 in widened else "dense eager"
+        if len(widened) > 1:
+            against += ", in some processes from dense eager"
         lines.append(
             f"difference: the largest of a logit from {against}, relative to the largest logit; same tokens: "
             "as dense eager predicts next"

@@ -13,19 +13,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._errors import ran_out_of_memory, reject
+from .._errors import failed_to_compile, in_one_line, ran_out_of_memory, reject
 from .._log import Ran, recorded_paths
 from .._numbers import time_left
 from .energy import Energy, Power, PowerSource, Reading, energy_of, mean_power, sampled
 from .environment import gpu_state
 from .memory import peak_bytes
 from .processes import NOTE
-from .results import Measured
-from .timing import compare, gc_paused
+from .results import Measured, overall_power
+from .timing import compare, gc_paused, order_of_round
 
 T = TypeVar("T")
 _SLOW_INTERVAL = 0.1  # seconds between readings while calls are timed
 _MOST_NOISY = 10  # rounds that count for nothing, until it is given up
+OUT_OF_MEMORY = "out of memory"
+_LOOKS = 3  # at the paths of a call: no layer is read twice in so many calls, after those of warming up
 _WINDOWS = 2  # of energy for each contender, in turn and back
 
 
@@ -36,7 +38,7 @@ class Contender:
     warm_up:      calls until it is ready: what it compiles is compiled, its layers are read.
     sparse:       whether our kernels should run in it, so that it is looked at which paths they take.
     sparse_tokens:  look at blocks' calls with so many tokens, of the whole warm-up: what is captured runs but
-                  once. None: at a call after the rounds.
+                  once. None: at some calls after the rounds.
     """
 
     name: str
@@ -90,6 +92,23 @@ class Setting:
         self.release()  # not before: the error holds what its frames held
         return result
 
+    def attempted(self, call: Callable[[], T]) -> tuple[T | None, str | None]:
+        """The result of `call`, or why there is none: no memory, or a compiler that failed. Other errors are
+        mistakes, and raised."""
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            if ran_out_of_memory(error):
+                failure = OUT_OF_MEMORY
+            elif failed_to_compile(error):
+                failure = f"does not compile: {in_one_line(error)}"
+            else:
+                raise
+        if failure is not None:
+            self.release()  # not before: the error holds what its frames held
+        return result, failure
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -112,34 +131,38 @@ TakeRound = Callable[[Sequence[Contender], int], dict[str, float] | None]
 """(contenders, number of the round) -> seconds by contender; None for a round that counts for nothing."""
 
 
-def ready(contender: Contender, setting: Setting, fits: Callable[[], str] | None = None) -> bool:
-    """Warm a contender up; whether it ran. Where memory is too small, its `failure` says so.
+def ready(
+    contender: Contender, setting: Setting, fits: Callable[[], str] | None = None, *, place: str = ""
+) -> bool:
+    """Warm a contender up; whether it ran. Where memory is too small, or a compiler fails, its `failure` says
+    so.
 
-    fits:  says what would fit instead.
+    fits:   says what would fit in memory instead.
+    place:  among what is warmed up, as "2 of 5": compiling may take minutes.
     """
     began = perf_counter()
-    setting.say(f"{contender.name}: warming up")
-    try:
+    called = f"{contender.name} ({place})" if place else contender.name
+    setting.say(f"{called}: warming up")
+
+    def warm_up() -> list[Ran]:
         with recorded_paths() as ran:
             for _ in range(max(contender.warm_up, 1)):
                 contender.call()
             setting.wait()
         contender.call()  # calls that nobody records may be prepared
         setting.wait()
-    except RuntimeError as error:
-        if not ran_out_of_memory(error):
-            raise
-        contender.failure = "out of memory"
+        return ran
+
+    ran, contender.failure = setting.attempted(warm_up)
     if contender.failure is not None:
-        setting.release()
-        if fits is not None:
+        if fits is not None and contender.failure == OUT_OF_MEMORY:
             contender.failure += f": {fits()}"
-        setting.say(f"{NOTE}{contender.name}: {contender.failure}")
+        setting.say(f"{NOTE}{called}: {contender.failure}")
         return False
     if contender.sparse_tokens is not None:
         _note_paths(contender, [piece for piece in ran if piece.tokens == contender.sparse_tokens])
     contender.details["ready_seconds"] = round(perf_counter() - began, 2)
-    setting.say(f"{contender.name}: ready after {perf_counter() - began:.1f} s")
+    setting.say(f"{called}: ready after {perf_counter() - began:.1f} s")
     return True
 
 
@@ -164,6 +187,7 @@ def run_contest(
     samples: dict[str, list[float]] = {one.name: [] for one in contenders}
     joules: dict[str, list[float]] = {one.name: [] for one in contenders}
     power: dict[str, dict[str, Any]] = {one.name: {} for one in contenders}
+    windows: dict[str, list[dict[str, Any]]] = {one.name: [] for one in contenders}  # of energy
 
     def emit(one: Contender) -> None:
         setting.emit(
@@ -235,15 +259,24 @@ def run_contest(
     if not ahead:
         return
     for window in range(_WINDOWS):
-        for place, one in enumerate(running[:: -1 if window % 2 else 1]):
+        for place, one in enumerate(order_of_round(running, window)):
             what = f"energy (window {window + 1} of {_WINDOWS})"
             done = (window * len(running) + place) / (_WINDOWS * len(running))
             left = f"; {time_left(ahead * (1 - done))}"
             energy = attempt(one, what, lambda one=one: _energy(one, setting), left)
             if energy is not None:
                 joules[one.name].append(energy.joules)
-                power[one.name] = {**state, **energy.power.entries()}
+                windows[one.name].append(_of_window(energy.power))
+                power[one.name] = {**state, **overall_power(windows[one.name])}
                 emit(one)
+
+
+def _of_window(power: Power) -> dict[str, Any]:
+    """Entries beside those of the rounds, which have names of their own."""
+    return {
+        name if name.startswith("energy_") else f"energy_{name}": value
+        for name, value in power.entries().items()
+    }
 
 
 def _energy_seconds(running: Sequence[Contender], setting: Setting) -> float:
@@ -252,9 +285,19 @@ def _energy_seconds(running: Sequence[Contender], setting: Setting) -> float:
 
 
 def _paths(contender: Contender) -> list[Ran]:
-    with recorded_paths() as ran:
-        contender.call()
-    return list(ran)
+    """What blocks' calls usually do. Now and then one reads how active its layer is, and runs sparse for that
+    where the plan is dense: each does what it did in most of a few calls."""
+    looks: list[list[Ran]] = []
+    for _ in range(_LOOKS):
+        with recorded_paths() as ran:
+            contender.call()
+        looks.append(ran)
+    if len({len(look) for look in looks}) > 1:  # not call by call the same
+        return sorted(looks, key=sparse_share)[_LOOKS // 2]
+    return [
+        sorted(pieces, key=lambda piece: piece.path != "dense")[_LOOKS // 2]
+        for pieces in zip(*looks, strict=True)
+    ]
 
 
 def _energy(contender: Contender, setting: Setting) -> Energy | None:
@@ -327,16 +370,26 @@ def _one_call_each(running: Sequence[Contender], turn: int, device: torch.device
     return {name: timing.samples[0] for name, timing in timings.items()}
 
 
-def largest_that_fits(fits: Callable[[int], bool], guess: int = 1, most: int = 1 << 14) -> int:
+def largest_that_fits(
+    fits: Callable[[int], bool],
+    guess: int = 1,
+    most: int = 1 << 14,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+) -> int:
     """The largest number for which `fits` holds, 0 if none; it holds for all smaller ones.
 
-    guess: where to begin.
+    guess:  where to begin.
+    say:    called before each trial with its number and what is known by then.
     """
     if most < 1 or guess < 1:
         reject("guess, most", (guess, most), "numbers of at least 1")
     low, high = 0, most + 1  # low fits, high does not
     trial = min(guess, most)
     while high - low > 1:
+        known = [f"{low} fits"] if low else []
+        known += [f"{high} does not"] if high <= most else []
+        say(f"trying {trial}" + (f", since {' and '.join(known)}" if known else ""))
         if fits(trial):
             low = trial
         else:

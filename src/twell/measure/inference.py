@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from .. import reference
 from .._errors import reject
-from .._interval import ENOUGH_ROUNDS
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
 from .processes import NOTE
-from .timing import compare
+from .timing import compare, order_of_round
 
 FORWARD = {
     "dense-eager": "stock transformers Llama with ReLU, as PyTorch runs it",
@@ -41,7 +40,6 @@ CONTENDERS = list(dict.fromkeys([*FORWARD, *GENERATION]))
 _COMPARED = 128  # last positions of the compared sequences
 _COMPARED_SEQUENCES = 2
 FIRST_TOKENS = 16  # new tokens that do not count: a step is captured meanwhile
-_MOST_ROUNDS = ENOUGH_ROUNDS  # of generation, whose samples are many tokens each
 # Errors beyond this many times dense eager's are no rounding; one block left out makes 4.6 times and more.
 _DOUBTFUL, _ROUNDED = 3.0, 1e-5
 _LOOKED_AT = 8192  # tokens whose active neurons are counted
@@ -75,12 +73,14 @@ def described(pair: ModelPair, name: str, **more: int | str | bool) -> dict[str,
 
 
 def sparsity_of(pair: ModelPair, ids: Tensor) -> dict[str, float]:
-    """Active neurons per token: mean over layers, least and most active layer, on some of `ids`."""
+    """Active neurons per token: mean over layers, least and most active layer, on some of `ids`; and how many
+    a built model was to have."""
     some = ids[: max(_LOOKED_AT // ids.shape[1], 1), :_LOOKED_AT]
     by_layer = active_by_layer(pair.sparse, some)
     if not by_layer:
         reject("model", "no block of ours with plain weights", "a model with exact zeros, not quantised")
-    return {"nnz": sum(by_layer) / len(by_layer), "nnz_least": min(by_layer), "nnz_most": max(by_layer)}
+    found = {"nnz": sum(by_layer) / len(by_layer), "nnz_least": min(by_layer), "nnz_most": max(by_layer)}
+    return found if pair.wanted_nnz is None else {**found, "wanted_nnz": pair.wanted_nnz}
 
 
 def bench_forward(
@@ -122,7 +122,8 @@ def bench_forward(
     running: list[Contender] = []
     models: dict[str, nn.Module] = {}
     with many_compilations(), quiet_autotuning("best-dense" in contenders):
-        for one in contenders:
+        for number, one in enumerate(contenders, 1):
+            place = f"{number} of {len(contenders)}"
             if one == "best-dense":
                 found = _best_dense(pair, run, setting, calibrated)
                 if isinstance(found, str):
@@ -140,7 +141,7 @@ def bench_forward(
                     sparse=one.startswith("ours"),
                 )
                 eager = pair.sparse if contender.sparse else pair.dense
-                ready(contender, setting, what_fits(eager))
+                ready(contender, setting, what_fits(eager), place=place)
             running.append(contender)
         if any(one.failure is None for one in running):
             setting.say(f"{workload.title}: comparing logits")
@@ -166,7 +167,14 @@ def fitting_batch(call: Callable[[int], object], sequences: int, length: int, se
 
         return bool(setting.unless_memory_runs_out(attempt))
 
-    found = largest_that_fits(fits, max(sequences // 2, 1), sequences - 1) if sequences > 1 else 0
+    found = 0
+    if sequences > 1:
+        found = largest_that_fits(
+            fits,
+            max(sequences // 2, 1),
+            sequences - 1,
+            say=lambda text: setting.say(f"how many sequences fit: {text}"),
+        )
     return f"{found} x {length} tokens would fit" if found else f"not even 1 x {length} tokens fit"
 
 
@@ -175,26 +183,27 @@ def _best_dense(
 ) -> tuple[Contender, nn.Module] | str:
     """The fastest of the dense ways, warmed up; says which. A string: why there is none."""
     candidates: dict[str, tuple[Contender, nn.Module]] = {}
-    for way, (meaning, build) in (
-        (name, (way.meaning, way.build))
-        for name, way in dense_ways(pair.dense, pair.sparse, all_active=calibrated).items()
-    ):
-        model = setting.unless_memory_runs_out(build)
-        if model is None:
-            setting.say(f"{NOTE}best dense: {way} does not fit")
+    failures: dict[str, str] = {}
+    ways = dense_ways(pair.dense, pair.sparse, all_active=calibrated)
+    for number, (name, way) in enumerate(ways.items(), 1):
+        model, failure = setting.attempted(way.build)
+        if failure is not None:
+            setting.say(f"{NOTE}best dense: {name}: {failure}")
+            failures[name] = failure
             continue
         contender = Contender(
             name="best-dense",
-            meaning=f"{way}: {meaning}",
+            meaning=f"{name}: {way.meaning}",
             call=lambda model=model: run(model),
             own_bytes=tensor_bytes(model),
             warm_up=5,
         )
-        setting.say(f"best dense: {way}")
-        if ready(contender, setting):
-            candidates[way] = contender, model
+        if ready(contender, setting, place=f"{name}, way {number} of {len(ways)}"):
+            candidates[name] = contender, model
+        else:
+            failures[name] = contender.failure
     if not candidates:
-        return "none of the dense ways fits"
+        return "; ".join(f"{name}: {failure}" for name, failure in failures.items())
     calls = {way: contender.call for way, (contender, _) in candidates.items()}
     timings = setting.unless_memory_runs_out(
         lambda: compare(calls, device=setting.device, warmup=0, repetitions=4, calls_per_sample=1)
@@ -205,8 +214,8 @@ def _best_dense(
     times = ", ".join(f"{way} {timing.median * 1e3:.1f} ms" for way, timing in timings.items())
     setting.say(f"{NOTE}best dense is {best} ({times})")
     contender, model = candidates[best]
-    for place, timing in enumerate(timings.values()):
-        contender.details[f"way_{place}_seconds"] = timing.median
+    for way, timing in timings.items():
+        contender.details[f"way_seconds/{way}"] = timing.median
     return contender, model
 
 
@@ -333,7 +342,7 @@ def bench_generation(
 
     outputs: dict[str, Tensor] = {}
     running = []
-    for one, model in models.items():
+    for number, (one, model) in enumerate(models.items(), 1):
         contender = Contender(
             name=one,
             meaning=meanings[one],
@@ -343,7 +352,7 @@ def bench_generation(
             sparse=one.startswith("ours"),
             sparse_tokens=sequences,
         )
-        if ready(contender, setting, what_fits(model)):
+        if ready(contender, setting, what_fits(model), place=f"{number} of {len(models)}"):
             outputs[one] = found[one]
         running.append(contender)
     stock = next((outputs[name] for name in outputs if name.startswith("dense")), None)
@@ -365,7 +374,7 @@ def bench_generation(
             for one in running:
                 run(models[one.name], FIRST_TOKENS)
         taken = {}
-        for one in running[:: -1 if turn % 2 else 1]:
+        for one in order_of_round(running, turn):
             setting.say(f"{workload.title}: round {turn + 1}, {one.name}")
             long, short = (seconds(models[one.name], FIRST_TOKENS + more) for more in (new_tokens, 0))
             taken[one.name] = (long - short) / new_tokens
@@ -373,6 +382,5 @@ def bench_generation(
 
     # On a CPU, memory is counted by a profiler, which takes minutes for so many small operations.
     memory = setting.memory and setting.device.type == "cuda"
-    rounds = min(setting.rounds, _MOST_ROUNDS)
-    run_contest(running, workload, replace(setting, rounds=rounds, memory=memory), take_round)
+    run_contest(running, workload, replace(setting, memory=memory), take_round)
     setting.release()

@@ -114,10 +114,14 @@ def preset_size(name: str, *, layers: int | None = None, nnz: float | None = Non
 
 @dataclass(frozen=True)
 class ModelPair:
-    """The same weights as transformers' stock class and as ours, both in eval mode."""
+    """The same weights as transformers' stock class and as ours, both in eval mode.
+
+    wanted_nnz: active neurons per token that it was built to have; None for a model that was not built here.
+    """
 
     dense: nn.Module
     sparse: nn.Module
+    wanted_nnz: float | None = None
 
 
 def build_pair(
@@ -146,7 +150,7 @@ def build_pair(
     dense.eval()
     calibrate_(dense, ids, size.nnz, seed=seed)
     sparse.load_state_dict(dense.state_dict())
-    return ModelPair(dense, sparse.eval())
+    return ModelPair(dense, sparse.eval(), float(size.nnz))
 
 
 class _default_dtype:  # noqa: N801 - a context manager, used like torch's own

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 import torch
 
 from .._errors import reject, require_text
-from .._files import write_atomically
+from .._files import locked, write_atomically
 from . import environment
 from .timing import Timing
 
@@ -28,6 +28,7 @@ POSITIVE_UNITS = frozenset({"s", "ms", "us", "ns", "bytes", "KiB", "MiB", "GiB"}
 _WORD = r"[a-z0-9]+(?:[_.-][a-z0-9]+)*"
 _WHAT = re.compile(rf"{_WORD}(?:/{_WORD})*")
 _NONE = type(None)
+_LOCK_SECONDS = 30.0  # others hold a file for as long as it takes to write
 
 # Fields of text, and fields that map strings to values of these types; a record has some of them.
 _TEXTS = ("commit", "unit", "preset")
@@ -262,7 +263,7 @@ def source(device: torch.device | str, repository: str | os.PathLike[str] | None
         "hardware": environment.hardware(device),
         "versions": environment.versions(),
         "commit": environment.commit(repository),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="microseconds"),  # of no two runs the same
     }
 
 
@@ -281,6 +282,23 @@ def write_records(path: str | os.PathLike[str], records: Iterable[Stored], *, ap
     kept = read_records(path, kind) if append and path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "".join(f"{record.to_json()}\n" for record in (*kept, *new)))
+
+
+def write_run(path: str | os.PathLike[str], records: Sequence[Record]) -> None:
+    """Write the records of one run to a JSON Lines file, in place of those that it wrote there before.
+
+    records:  all of one date, which tells runs apart: those of others stay, and other processes may write
+              theirs at the same time. A failure leaves the file as it was; TimeoutError where another process
+              does not let go of it.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.with_name(f".{path.name}.lock"), wait=_LOCK_SECONDS) as state:
+        if state == "busy":
+            raise TimeoutError(f"another process has held {path} for {_LOCK_SECONDS:.0f} s")
+        kept = read_records(path) if path.exists() else []
+        dates = {record.date for record in records}
+        write_records(path, [*(record for record in kept if record.date not in dates), *records])
 
 
 def read_records(path: str | os.PathLike[str], kind: type[Stored] = Record) -> list[Stored]:

@@ -15,6 +15,8 @@ from .timing import Timing
 BASELINE = "dense-eager"
 _DENSE = ("dense", "best-dense")
 _LARGEST = ("largest_difference", "peak_bytes", "block_error", "hidden_error", "doubtful")
+_SMALLEST = ("sequences", "against_float32")  # what holds in every process
+_AND = " and "
 _COUNTED = ("noisy_rounds",)
 
 
@@ -29,7 +31,8 @@ class Measured:
     tokens:    of one call.
     seconds:   of one call, by round. Rounds of all contenders belong together: they ran in turn.
     joules:    of one call, by window of energy.
-    power:     entries for the record's hardware: clocks, power, temperature.
+    power:     entries for the record's hardware: clocks, power and temperature of the rounds, and those of
+               the windows of energy under names with "energy_" before them.
     details:   numbers of this contender: peak_bytes, same_tokens, largest_difference...
     error:     relative difference of the logits.
     failure:   why there is nothing, where it could not run.
@@ -84,6 +87,14 @@ class Merged:
         return next((one for one in self.processes if one.seconds), self.processes[0])
 
     @property
+    def meaning(self) -> str:
+        """In plain words; by process where they differ, as best dense's do if another way won."""
+        ran = [one for one in self.processes if one.seconds] or self.processes[:1]
+        if len({one.meaning for one in ran}) == 1:
+            return ran[0].meaning
+        return "; ".join(f"process {one.process + 1}: {one.meaning}" for one in ran)
+
+    @property
     def failure(self) -> str | None:
         return None if self.seconds else next((m.failure for m in self.processes if m.failure), None)
 
@@ -112,16 +123,7 @@ class Merged:
 
     @property
     def power(self) -> dict[str, Any]:
-        """Means over processes; the highest temperature."""
-        entries: dict[str, Any] = {}
-        for name, value in {n: v for m in self.processes[::-1] for n, v in m.power.items()}.items():
-            found = [m.power[name] for m in self.processes if m.power.get(name) is not None]
-            if name == "temperature_c":
-                value = max(found, default=value)
-            elif isinstance(value, (int, float)):
-                value = type(value)(round(fmean(found), 1))
-            entries[name] = value
-        return entries
+        return overall_power([one.power for one in self.processes])
 
     @property
     def error(self) -> float | None:
@@ -134,13 +136,34 @@ class Merged:
         return self.error if largest is None else largest
 
     def detail(self, name: str) -> float | None:
-        """The mean over processes; the largest of what must not be large; the sum of what is counted."""
+        """The mean over processes; the largest of what must not be large, the smallest of what has to hold in
+        all of them; the sum of what is counted."""
         found = [m.details[name] for m in self.processes if name in m.details]
         if not found:
             return None
         if name in _COUNTED:
             return sum(found)
+        if name in _SMALLEST:
+            return min(found)
         return max(found) if name in _LARGEST else fmean(found)
+
+
+def overall_power(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Entries of several processes or windows as one: means, the highest temperature, every method."""
+    overall: dict[str, Any] = {}
+    for name in dict.fromkeys(name for entries in several for name in entries):
+        found = [entries[name] for entries in several if entries.get(name) is not None]
+        if not found:
+            overall[name] = None
+        elif name.endswith("temperature_c"):
+            overall[name] = max(found)
+        elif isinstance(found[0], str):
+            methods = dict.fromkeys(method for one in found for method in one.split(_AND))
+            overall[name] = _AND.join(methods)
+        else:
+            whole = all(isinstance(one, int) for one in found)
+            overall[name] = round(fmean(found), None if whole else 1)
+    return overall
 
 
 def merge(measured: Iterable[Measured]) -> list[Merged]:
@@ -174,8 +197,14 @@ def _side_by_side(
     return [(some, same) for some, same in pairs if some and same]
 
 
-def _ran(processes: list[Measured]) -> bool:
-    return any(measured.seconds or "sequences" in measured.details for measured in processes)
+def _ran(measured: Measured) -> bool:
+    return bool(measured.seconds) or "sequences" in measured.details
+
+
+def _share_a_process(one: Merged, other: Merged) -> bool:
+    """Whether both ran in one, so that they may be compared."""
+    mine, theirs = ({m.process for m in some.processes if _ran(m)} for some in (one, other))
+    return not mine.isdisjoint(theirs)
 
 
 def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measured]]:
@@ -183,7 +212,7 @@ def _baselines(by_key: Mapping[tuple, list[Measured]]) -> dict[tuple, list[Measu
     found: dict[tuple, list[Measured]] = {}
     for processes in by_key.values():
         group = processes[0].group
-        if _ran(processes) and (group not in found or processes[0].contender == BASELINE):
+        if any(map(_ran, processes)) and (group not in found or processes[0].contender == BASELINE):
             found[group] = processes
     return found
 
@@ -205,6 +234,8 @@ def records_of(
             continue
         group = [other for other in merged if other.first.group == one.first.group and other is not one]
         theirs = next((other for other in group if other.first.contender == one.baseline), None)
+        if theirs is not None and not _share_a_process(one, theirs):
+            theirs = None
         value = one.value
         records.append(
             Record(
@@ -214,7 +245,7 @@ def records_of(
                 value=central(value),
                 unit="s" if one.seconds else "sequences",
                 quantiles=value.quantiles() if isinstance(value, Timing) else {},
-                shape={**one.first.shape, "meaning": one.first.meaning},
+                shape={**one.first.shape, "meaning": one.meaning},
                 sparsity=sparsities[one.first.group],
                 error=one.error,
                 details=_details(one),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from time import perf_counter_ns
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from .._errors import reject, require_int, require_positive_int
 from .environment import checked_device
 
+T = TypeVar("T")
 SAMPLE_SECONDS = 1e-3
 """Least length of a sample when the number of calls per sample is chosen automatically."""
 
@@ -104,7 +106,7 @@ def compare(
 
     cuda = where.type == "cuda"
     names = list(candidates)
-    rounds = (name for index in range(first, first + repetitions) for name in _order(names, index))
+    rounds = (name for index in range(first, first + repetitions) for name in order_of_round(names, index))
     with torch.cuda.device(where) if cuda else nullcontext():
         for fn in candidates.values():
             for _ in range(warmup):
@@ -118,10 +120,10 @@ def compare(
             return _samples_cpu(candidates, calls, rounds, progress)
 
 
-def _order(names: list[str], index: int) -> list[str]:
+def order_of_round(candidates: Sequence[T], index: int) -> list[T]:
     """The candidates in the order of round `index`: AB BA BA AB for two, all six orders for three."""
-    shift = (index // 2) % len(names)
-    order = names[shift:] + names[:shift]
+    shift = (index // 2) % len(candidates)
+    order = [*candidates[shift:], *candidates[:shift]]
     return order[::-1] if index % 2 else order
 
 

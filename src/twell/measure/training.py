@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -245,7 +246,7 @@ def bench_training(
     )
     running: list[Contender] = []
     with many_compilations(), quiet_autotuning("dense-autotuned" in contenders):
-        for one in contenders:
+        for number, one in enumerate(contenders, 1):
             contender = Contender(
                 name=one,
                 meaning=CONTENDERS[one],
@@ -253,7 +254,8 @@ def bench_training(
                 warm_up=8 if one.startswith("ours") else 3,
                 sparse=one.startswith("ours"),
             )
-            if ready(contender, setting, lambda one=one: _what_fits(trained, one, checkpointing, setting)):
+            fits = partial(_what_fits, trained, one, checkpointing, setting)
+            if ready(contender, setting, fits, place=f"{number} of {len(contenders)}"):
                 contender.own_bytes = trained.own_bytes(one)
                 contender.details["loss"] = contender.call().item()
             running.append(contender)
@@ -337,7 +339,6 @@ def largest_micro_batch(
     setting.release()
 
     def fits(batch: int) -> bool:
-        setting.say(f"largest micro-batch of {contender}: trying {batch}")
         step = None
         try:
             step = trained.step(contender, case.ids(batch), checkpointing)
@@ -357,7 +358,9 @@ def largest_micro_batch(
                 parameter.grad = None
             setting.release()
 
-    return largest_that_fits(fits, case.batch, 1024)
+    return largest_that_fits(
+        fits, case.batch, 1024, say=lambda text: setting.say(f"largest micro-batch of {contender}: {text}")
+    )
 
 
 def batch_result(
@@ -379,6 +382,7 @@ def batch_result(
         meaning=CONTENDERS[contender],
         shape=shape,
         tokens=max(sequences * case.sequence, 1),
+        sparsity={"wanted_nnz": float(case.size.nnz)},
         details={"sequences": sequences},
         failure=None if sequences else "no sequence fits",
     )
