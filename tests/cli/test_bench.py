@@ -385,6 +385,27 @@ def test_tables_fit_a_terminal_of_80_columns(monkeypatch):
     assert max(len(line) for line in table.splitlines()[1:]) <= 80
 
 
+@pytest.mark.parametrize(("slowest", "noisy"), [(1.1, False), (3.0, True)])
+def test_times_that_vary_are_said_to(slowest, noisy):
+    from rich.console import Console
+
+    from twell.cli import bench_view
+    from twell.measure.results import Measured, merge
+
+    shape = {"model": "tiny", "layers": 2, "batch": 2, "sequence": 16, "dtype": "float32"}
+    rounds = {"dense-eager": (2.0,) * 6, "ours-eager": (1.0,) * 5 + (slowest,)}
+    found = [
+        Measured(
+            workload="forward", contender=name, meaning="in words", shape=shape, tokens=32, seconds=seconds
+        )
+        for name, seconds in rounds.items()
+    ]
+    console = Console(width=80)
+    with console.capture() as captured:
+        bench_view.show(console, merge(found), [])
+    assert ("These times vary a lot" in captured.get()) == noisy
+
+
 @pytest.mark.parametrize(
     ("widened", "against"),
     [

@@ -14,12 +14,11 @@ from .._numbers import digits
 from ..formats.base import format_bytes
 from ..measure import Record
 from ..measure.results import Merged
+from .progress import NOISY
 
 ON_A_CPU = (
     "No GPU is used: a small run on the CPU, without compiled contenders unless --contenders names them."
 )
-
-
 _WIDE = 100  # columns of a terminal
 
 
@@ -74,6 +73,8 @@ def _show_group(console: Console, group: list[Merged]) -> None:
         console.print(f"  {one.first.contender}: {one.meaning}", highlight=False, soft_wrap=True)
     for line in (*_notes(group), *_comparisons(group)):
         console.print(f"  {line}", highlight=False, soft_wrap=True)
+    if any(one.gain is not None and one.gain.is_wide for one in group):
+        console.print(f"  {NOISY}", style="yellow", highlight=False, soft_wrap=True)
     nnz = first.sparsity
     if nnz:
         calibrated = (
