@@ -11,6 +11,7 @@ from torch import nn
 import twell
 from twell import Plan, SparseMLP, explanation, policy
 from twell._interval import Interval
+from twell._text_table import together
 
 
 def model(**options):
@@ -86,7 +87,7 @@ class TestWidth:
         ],
     )
     def test_layers_are_named_together(self, names, said):
-        assert explanation._together(names) == said
+        assert together(names) == said
 
     def test_nothing_has_no_width(self):
         assert explanation.Explanation().text(20).startswith("no sparse block found")

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "twell"
 
 # From the ground up; a module may import from its own layer and from those above it in this list.
 LAYERS = [
-    {"_errors", "_files", "_html", "_interval", "_log", "_numbers", "_observers"},
+    {"_errors", "_files", "_html", "_interval", "_log", "_numbers", "_observers", "_text_table"},
     {"_processor", "_version"},
     {"activations", "layer_state"},
     {"reference", "formats", "synthetic"},

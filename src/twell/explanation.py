@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,6 +15,7 @@ from torch.nn.functional import linear
 from ._errors import reject, require_positive_int
 from ._html import table
 from ._interval import Interval, paired_gain
+from ._text_table import aligned, terminal_width, together, wrapped
 from .activations import Activation
 from .block_table import state_of
 from .functional import run_ffn
@@ -68,7 +67,8 @@ class Explanation(list[ExplainedLayer]):
     """A list of layers that prints as a table."""
 
     def __str__(self) -> str:
-        return self.text()
+        """As wide as the terminal; in full where the output is a file or a pipe."""
+        return self.text(terminal_width())
 
     def text(self, width: int | None = None) -> str:
         """The table. width: a wider table loses columns; what they say follows in words where it can."""
@@ -79,7 +79,7 @@ class Explanation(list[ExplainedLayer]):
         columns = {title: cells for title, *cells in zip(*self._rows(), strict=True)}
         gone: dict[str, list[str]] = {}
         for title in (*_TOLD_BELOW, *_LEFT_OUT):
-            if width is None or max(map(len, _lines(columns))) <= width:
+            if width is None or max(map(len, aligned(columns))) <= width:
                 break
             if title in columns:
                 gone[title] = columns.pop(title)
@@ -91,7 +91,7 @@ class Explanation(list[ExplainedLayer]):
         ]
         if missing := [title for title in gone if title in _LEFT_OUT]:
             below.append(f"no room for: {', '.join(missing)}")
-        return "\n".join([*_lines(columns), *(_wrapped(line, width) for line in below)])
+        return "\n".join([*aligned(columns), *(wrapped(line, width) for line in below)])
 
     def _repr_html_(self) -> str:
         """In a notebook."""
@@ -255,15 +255,6 @@ def _explained(name: str, mlp: SparseMLP, seen: _Observed) -> ExplainedLayer:
     )
 
 
-def _lines(columns: Mapping[str, Sequence[str]]) -> list[str]:
-    """The lines of a table with a title above each column."""
-    padded = []
-    for title, cells in columns.items():
-        width = max(map(len, (title, *cells)))
-        padded.append([cell.ljust(width) for cell in (title, *cells)])
-    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
-
-
 def _told(title: str, cells: Sequence[str], layers: Sequence[str]) -> list[str]:
     """A column in words: every value once, with the layers that have it."""
     having: dict[str, list[str]] = {}
@@ -271,35 +262,7 @@ def _told(title: str, cells: Sequence[str], layers: Sequence[str]) -> list[str]:
         having.setdefault(cell, []).append(layer)
     if len(having) == 1:
         return [f"{title}, all layers: {cells[0]}"]
-    return [f"{title}, {_together(names)}: {cell}" for cell, names in having.items()]
-
-
-def _together(names: Sequence[str]) -> str:
-    """`names` in few words: "h.0-3,7.mlp" where they differ in one number, as layers of a model do."""
-    parts = [re.split(r"(\d+)", name) for name in names]
-    template = parts[0]
-    differ = {
-        place
-        for other in parts
-        for place in range(max(len(template), len(other)))
-        if template[place : place + 1] != other[place : place + 1]
-    }
-    if len(differ) != 1 or (place := differ.pop()) % 2 == 0:  # numbers are at odd places
-        return ", ".join(names)
-    spans: list[list[int]] = []
-    for number in sorted(int(part[place]) for part in parts):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    numbers = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
-    return "".join([*template[:place], numbers, *template[place + 1 :]])
-
-
-def _wrapped(line: str, width: int | None) -> str:
-    if width is None:
-        return line
-    return textwrap.fill(line, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [f"{title}, {together(names)}: {cell}" for cell, names in having.items()]
 
 
 def _cells(layer: ExplainedLayer) -> tuple[str, ...]:

@@ -81,6 +81,11 @@ def test_what_it_says(twell, folder, monkeypatch):
     assert re.fullmatch(said + "100% of the feed-forward calls ran sparse", done.err.strip())
 
 
+def test_it_says_why_calls_ran_dense(twell, folder):
+    done = twell("generate", folder, "--prompt", "def", "--tokens", 6)
+    assert "0% of the feed-forward calls ran sparse (dense: too little work: looking" in done.err
+
+
 @pytest.mark.parametrize(
     ("options", "meaning"),
     [

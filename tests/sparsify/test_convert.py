@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -81,6 +82,21 @@ def test_filter_and_report():
     }
     assert "a, b, c" in str(report)
     assert str(sparsify_(nn.Linear(2, 2))) == "no feed-forward block found"
+
+
+def test_a_report_fits_the_terminal(monkeypatch):
+    report = sparsify_(model_of(*(Plain(nn.ReLU()) for _ in range(4)), Plain(nn.GELU())))
+    wide = str(report)
+    assert wide.splitlines()[1].startswith("4: 0-3 ")
+    narrow = report.text(48)
+    assert max(map(len, narrow.splitlines())) <= 48 < max(map(len, wide.splitlines()))
+    told = {word.strip(",:") for word in narrow.split()}
+    assert all(word.strip(",:") in told for line in wide.splitlines()[1:] for word in line.split())
+    with pytest.raises(ValueError, match="width"):
+        report.text(0)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "48")
+    assert str(report) == narrow
 
 
 def test_an_error_leaves_the_model_as_it_was(monkeypatch):

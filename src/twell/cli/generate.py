@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_TOKENS = 64
 _FIRST_TOKENS_CPU = 2  # with the second, layers may measure which path pays
+_MOSTLY = 0.5  # where fewer calls ran sparse, the reason is said
 
 
 def run_generate(
@@ -183,10 +185,13 @@ def _sparse_share(model: Any, steps: int, ran: Sequence[Ran]) -> str:
         return ""
     sparse = sum(piece.path != "dense" for piece in ran)
     replayed = max(len(blocks) * steps - len(ran), 0)
-    states = [state for state in map(state_of, blocks) if state is not None]
-    last = [state.ran["forward"].path != "dense" for state in states]
-    share = (sparse + replayed * sum(last) / max(len(last), 1)) / (len(ran) + replayed)
-    return f"; {share:.0%} of the feed-forward calls ran sparse"
+    last = [state.ran["forward"] for state in map(state_of, blocks) if state is not None]
+    share = (sparse + replayed * sum(one.path != "dense" for one in last) / max(len(last), 1)) / (
+        len(ran) + replayed
+    )
+    said = f"; {share:.0%} of the feed-forward calls ran sparse"
+    reasons = Counter(one.reason for one in (*last, *ran) if one.path == "dense" and one.reason)
+    return f"{said} (dense: {reasons.most_common(1)[0][0]})" if share < _MOSTLY and reasons else said
 
 
 def _check_memory(model: Any, batch: int, length: int) -> None:

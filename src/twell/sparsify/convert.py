@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .._errors import reject
+from .._errors import reject, require_positive_int
 from .._html import table
 from .._log import log_once
+from .._text_table import aligned, terminal_width, together, wrapped
 from ..plan import Plan
 from .blocks import Carrier, install_carrier, install_own_forward, remove, twin_of
 from .proof import is_probability
@@ -53,14 +54,22 @@ class SparsifyReport:
     already: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """As wide as the terminal; in full where the output is a file or a pipe."""
+        return self.text(terminal_width())
+
+    def text(self, width: int | None = None) -> str:
+        """The table; one paragraph for each of its rows where it is wider than `width`."""
+        if width is not None:
+            require_positive_int("width", width)
         rows = self._rows()
         if not rows:
             return _NOTHING
-        rows = [_COLUMNS, *rows]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = aligned({title: cells for title, *cells in zip(_COLUMNS, *rows, strict=True)})
+        if width is None or max(map(len, lines)) <= width:
+            return "\n".join(lines)
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
+            f"{wrapped(blocks, width)}\n{wrapped(f'{_listed(*what)}: {runs}', width, '  ')}"
+            for blocks, *what, runs in rows
         )
 
     def _repr_html_(self) -> str:
@@ -83,7 +92,14 @@ class SparsifyReport:
 
 
 def _counted(names: list[str]) -> str:
-    return names[0] or "(model)" if len(names) == 1 else f"{len(names)}: {names[0]} to {names[-1]}"
+    if len(names) == 1:
+        return names[0] or "(model)"
+    few = together(names)
+    return f"{len(names)}: {few if ', ' not in few else f'{names[0]} to {names[-1]}'}"
+
+
+def _listed(*cells: str) -> str:
+    return ", ".join(cell for cell in cells if cell)
 
 
 def sparsify_(
