@@ -87,6 +87,15 @@ def test_a_bar_shows_counts_pace_and_what_is_left(clock):
     assert screen.left == []
 
 
+def test_a_total_that_was_too_small_is_left_out(clock):
+    screen = Screen()
+    with Bar(screen.console, "evaluating", total=1000) as bar:
+        for amount, shown in ((1000, " 1,000/1,000 tokens"), (500, " 1,500 tokens")):
+            bar.advance(amount)
+            bar._bars.refresh()
+            assert shown in screen.frames[-1]
+
+
 def test_without_a_total_the_time_that_has_passed_is_shown(clock):
     screen = Screen()
     with Bar(screen.console, "counting") as bar:

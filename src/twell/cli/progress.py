@@ -147,7 +147,9 @@ class _Count(_Words):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        total = "" if task.total is None else f"/{task.total:,.0f}"
+        # Totals of text are estimates: one that was too small is left out.
+        too_small = task.total is None or task.completed > task.total
+        total = "" if too_small else f"/{task.total:,.0f}"
         return Text(f"{int(task.completed):,}{total} {self._unit}")
 
 
