@@ -16,9 +16,7 @@ from ..measure import Record
 from ..measure.results import Merged
 from .progress import NOISY
 
-ON_A_CPU = (
-    "No GPU is used: a small run on the CPU, without compiled contenders unless --contenders names them."
-)
+ON_A_CPU = "No GPU is used: all runs on the CPU, without compiled contenders unless --contenders names them."
 _WIDE = 100  # columns of a terminal
 
 
