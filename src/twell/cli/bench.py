@@ -356,6 +356,7 @@ class _Phases:
     def __init__(self, console: Console, progress: Progress, task: Any, note: Callable[[str], None]) -> None:
         self._console, self._progress, self._task, self._note = console, progress, task, note
         self._began, self._text, self.prefix = perf_counter(), "", ""
+        self._noted: set[str] = set()
 
     def __call__(self, text: str) -> None:
         if text.startswith(PART):
@@ -363,7 +364,9 @@ class _Phases:
             return
         self.end()
         if text.startswith(NOTE):
-            self._note(text.removeprefix(NOTE))
+            if text not in self._noted:  # processes say the same
+                self._note(text.removeprefix(NOTE))
+            self._noted.add(text)
             return
         self._text = f"{self.prefix}{text}"
         self._show(text)

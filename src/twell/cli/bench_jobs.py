@@ -68,7 +68,8 @@ def _setting(options: Common, emit: Emit, say: Say) -> Setting:
     device = torch.device(options.device)
     source: PowerSource | str = power_source(device)
     if isinstance(source, str):
-        say(f"{NOTE}{source}")
+        if options.energy_seconds > 0:
+            say(f"{NOTE}{source}")
         source = None
     idle: dict[str, float] = {}
     if source is not None and options.energy_seconds > 0:
