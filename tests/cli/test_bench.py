@@ -207,6 +207,7 @@ def test_layers_are_announced_while_they_are_built(monkeypatch):
     )
     assert result.exit_code == 0
     assert "building layer" not in result.output
+    assert "drawing the weights of layers 1 to 2" in shown
     assert next(text for text in shown if "building layer" in text) == "building layer 1 of 2"
     assert any(text.startswith("building layer 2 of 2; ") and text.endswith(" left") for text in shown)
 

@@ -136,12 +136,13 @@ def build_pair(
 ) -> ModelPair:
     """Stock Llama with relu, and ours with the same weights, each layer with about `size.nnz` active.
 
-    say:  called before each layer's thresholds are set, which takes seconds on a CPU.
+    say:  called before weights are drawn and before each layer's thresholds are set: seconds each, on a CPU.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..hf import SparseLlamaConfig, SparseLlamaForCausalLM
 
+    say(f"drawing the weights of layers 1 to {size.layers}")
     where = torch.device(device)
     cuda = where.type == "cuda"
     devices = [torch.cuda.current_device() if where.index is None else where.index] if cuda else []
