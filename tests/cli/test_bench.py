@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ def test_inference_end_to_end(tmp_path):
     sizes = ("--shape", "2x16", "--prompts", "2", "--prompt-length", "4", "--new-tokens", "3")
     result = run("inference", *sizes, *QUICK, "--out", str(out), "--plot", str(plot), "--commit", "abc1234")
     assert result.exit_code == 0
-    assert "a small run on the CPU" in result.output
+    assert "No GPU is used: all runs on the CPU" in result.output
     assert "stock transformers Llama with ReLU" in result.output
     assert "active neurons per token: 6." in result.output or "active neurons per token: 5." in result.output
     records = read_records(out)
@@ -171,6 +172,7 @@ def test_a_model_that_is_not_sparse(saved):
             "contenders: got ours-compiled; accepted: of generation on this device: dense-eager, ours-eager",
         ),
         (("training", "--contenders", "dense-liger", "--device", "cpu"), "Liger's kernels need a GPU"),
+        (("training", "runs/tiny"), "MODEL: got 'runs/tiny'; accepted: presets only: --preset tiny | small"),
         (("training", "--layers", "all"), "layers: got 'all'"),
         (("training", "--precision", "half"), "precision: got 'half'"),
         (("training", "--search", "--device", "cpu"), "--memory GIB on a CPU"),
@@ -182,10 +184,51 @@ def test_wrong_options_are_refused(arguments, message):
         run(*arguments)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_gpu_that_is_not_there():
-    with pytest.raises(ValueError, match="device: got 'cuda'"):
+@pytest.mark.parametrize(
+    ("build", "why"),
+    [(None, "torch .* is built without CUDA"), ("13.0", "torch finds no driver or no GPU; .*")],
+)
+def test_a_gpu_that_is_not_there(monkeypatch, build, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", build)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ValueError, match=f"device: got 'cuda'; accepted: 'cpu'; {why} .`twell doctor`.$"):
         run("inference", "--device", "cuda")
+
+
+def test_layers_are_announced_while_they_are_built(monkeypatch):
+    """They are shown, and the line that stays is that of all of them."""
+    from twell.cli import bench
+
+    shown, show = [], bench._Phases._show
+    monkeypatch.setattr(bench._Phases, "_show", lambda self, text: (shown.append(text), show(self, text)))
+    result = run(
+        "inference", "--shape", "2x16", "--workload", "forward", *QUICK, "--contenders", "ours-eager"
+    )
+    assert result.exit_code == 0
+    assert "building layer" not in result.output
+    assert "drawing the weights of layers 1 to 2" in shown
+    assert next(text for text in shown if "building layer" in text) == "building layer 1 of 2"
+    assert any(text.startswith("building layer 2 of 2; ") and text.endswith(" left") for text in shown)
+
+
+@pytest.mark.parametrize(
+    ("weights", "positions", "device", "tokens"),
+    [
+        (1000, None, "cpu", 64),
+        (1000, 2048, "cpu", 64),
+        (1000, 70, "cpu", 38),  # less the prompt and the first tokens
+        (60_000_000, 2048, "cpu", 16),
+        (60_000_000, 2048, "cuda", 64),
+    ],
+)
+def test_few_weights_are_timed_over_more_tokens(weights, positions, device, tokens):
+    dense = SimpleNamespace(
+        config=SimpleNamespace(max_position_embeddings=positions),
+        parameters=lambda: [torch.empty(weights, device="meta")],
+    )
+    options = SimpleNamespace(device=device, prompt_length=16)
+    assert bench_jobs._usual_new_tokens(SimpleNamespace(dense=dense), options) == tokens
 
 
 def test_a_model_that_does_not_fit(monkeypatch):
@@ -290,6 +333,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path,
     monkeypatch.setattr("twell.cli.bench.inference_job", lambda *given: pytest.fail("it ran"))
     with pytest.raises(ValueError, match="out: got '"):
         run("inference", *QUICK, "--out", str(tmp_path / place))
+
+
+def test_a_file_that_holds_no_records_is_named_with_its_option(tmp_path):
+    out = tmp_path / "README.md"
+    out.write_text("# Read me")
+    said = r"out: got '.*README.md', which is no file of records \(line 1: record: got invalid JSON .*\); "
+    with pytest.raises(ValueError, match=said):
+        run("inference", *QUICK, "--out", str(out))
 
 
 def full_disk(times: int):
@@ -431,7 +482,102 @@ def test_the_legend_says_what_logits_were_compared_with(widened, against):
         )
         for process, wide in enumerate(widened)
     ]
-    assert against in " ".join(bench_view._notes(merge(found)))
+    assert against in " ".join(bench_view._legend(merge(found)))
+
+
+def shown(*groups: dict, **seconds: float) -> str:
+    """What is printed of tables whose contenders took so long. groups: changes of their results."""
+    from rich.console import Console
+
+    from twell.cli import bench_view
+    from twell.measure.results import Measured, merge
+
+    shape = {"model": "tiny", "layers": 2, "batch": 2, "sequence": 16, "dtype": "float32"}
+    found = [
+        Measured(
+            **{
+                "workload": "forward",
+                "meaning": "in words",
+                "tokens": 32,
+                "seconds": (took,) * 6,
+                **changes,
+                "contender": name.replace("_", "-"),
+                "shape": {**shape, **changes.get("shape", {})},
+            }
+        )
+        for changes in groups
+        for name, took in {"dense_eager": 2.0, "ours_eager": 1.0, **seconds}.items()
+    ]
+    console = Console(width=80)
+    with console.capture() as captured:
+        bench_view.show(console, merge(found), [])
+    return captured.get()
+
+
+def test_what_all_tables_share_is_said_once_at_the_end():
+    details = {"against_float32": 1, "same_tokens_as_dense": 1.0}
+    output = shown(*({"shape": {"sequence": length}, "details": details} for length in (16, 32, 64)))
+    for line in (
+        "gains: medians of",
+        "difference: the largest",
+        "dense-eager: in words",
+        "ours-eager: in words",
+    ):
+        assert output.count(line) == 1
+    assert (
+        output.index("2 x 64 tokens") < output.index("in these tables:") < output.index("gains: medians of")
+    )
+    assert output.count("ours-eager: 2.00x dense-eager") == 3
+    assert "in this table:" in shown({"details": details})
+
+
+def test_a_contender_that_means_something_else_is_explained_again():
+    output = shown({"meaning": "one way"}, {"meaning": "another", "shape": {"sequence": 32}})
+    assert "ours-eager: one way" in output
+    assert "ours-eager: another" in output
+
+
+@pytest.mark.parametrize(("text", "hint"), [("random tokens", False), ("text", True)])
+@pytest.mark.parametrize(
+    ("share", "seconds", "said", "gained"),
+    [
+        (0.0, 1.0, "ran all of its feed-forward calls dense: too small [for D 8]", True),
+        (0.0, 2.0, "ran all of its feed-forward calls dense: too small [for D 8]", False),
+        (0.75, 1.0, "ran 25% of its feed-forward calls dense: too small [for D 8]", False),
+        (1.0, 1.0, None, False),
+    ],
+)
+def test_why_calls_ran_dense(text, hint, share, seconds, said, gained):
+    why = {"details": {"sparse_share": share}, "dense_reason": "too small [for D 8]", "shape": {"text": text}}
+    output = shown(why, ours_eager=seconds)
+    assert ("feed-forward calls dense" in output) == (said is not None)
+    assert said is None or f"ours-eager {said}\n" in output
+    explain = "`twell explain MODEL --text FILE --tokens 32`"
+    assert (explain in output) == (hint and said is not None)
+    assert ("What blocks gain that ran dense" in output) == gained
+
+
+def test_a_run_says_why_its_calls_ran_dense():
+    """And once why there is no energy."""
+    sizes = ("--shape", "2x16", "--prompts", "2", "--prompt-length", "4", "--new-tokens", "3")
+    result = run("inference", *sizes, "--rounds", "2", "--energy-seconds", "0.01", "--device", "cpu")
+    assert result.exit_code == 0
+    assert result.output.count("ours-eager ran all of its feed-forward calls dense: ") == 2
+    assert "twell explain" not in result.output
+    assert result.output.count("energy") == 1
+
+
+def test_the_same_note_of_several_processes_is_printed_once(monkeypatch):
+    from twell.measure.processes import NOTE
+
+    def noting(options, emit, say):
+        say(f"{NOTE}no energy: none is counted here")
+        seconds_by_seed(options, emit, say)
+        say(f"{NOTE}no energy: none is counted here")
+
+    monkeypatch.setattr("twell.cli.bench.inference_job", noting)
+    result = run("inference", *QUICK)
+    assert result.output.count("no energy") == 1
 
 
 def generate_with_times(monkeypatch, out, *times: float, options: tuple[str, ...] = QUICK):

@@ -141,6 +141,20 @@ def test_calls_that_are_never_the_same_have_the_share_of_the_middle_one():
     assert found[-1].details["sparse_share"] == pytest.approx(1 / 3)
 
 
+def test_the_most_frequent_reason_of_dense_calls_is_kept():
+    found: list[Measured] = []
+
+    def call() -> None:
+        for path, reason in [("dense", "small"), ("row", "sparse"), ("dense", "active"), ("dense", "active")]:
+            note_path(path, torch.empty(8, 4), 16, reason=reason)
+        for _ in range(9):
+            note_path("dense", torch.empty(8, 4), 16, "backward", "another")
+
+    run(Heard(emit=found.append).setting, contender(call, sparse=True))
+    assert found[-1].dense_reason == "active"
+    assert found[-1].details["sparse_share"] == 0.25
+
+
 class Source:
     counter = COUNTER
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from twell._interval import DENSE_GAINS
 from twell.measure.records import write_records
 from twell.report import make_report
 
@@ -34,7 +35,7 @@ def block(what, ratio, **shape):
 
 def test_a_gain_counts_over_the_fastest_dense_contender(tmp_path):
     found = headline(tmp_path, bench_records())
-    assert found.claim == "A forward pass of tiny (4 x 32 tokens): 1.50x as fast as best dense."
+    assert found.claim == "A forward pass of preset tiny (4 x 32 tokens): 1.50x as fast as best dense."
     notes = " ".join(found.notes)
     assert "96 neurons, 12 of them active per token of this batch" in notes
     assert "on random tokens" in notes
@@ -67,7 +68,9 @@ def test_what_lost_is_named_beside_what_won(tmp_path):
     ]
     found = headline(tmp_path, [*bench_records(), *lost])
     assert "1.50x" in found.claim
-    assert "No sure gain: A forward pass of tiny (9 x 32 tokens), 0.94x as fast as" in " ".join(found.notes)
+    assert "No sure gain: A forward pass of preset tiny (9 x 32 tokens), 0.94x as fast as" in " ".join(
+        found.notes
+    )
     assert "No sure gain" not in " ".join(headline(tmp_path, bench_records()).notes)
 
 
@@ -107,6 +110,68 @@ def test_only_rounds_with_both_count(tmp_path):
     found = headline(tmp_path, alone)
     assert found.claim.startswith("Nothing measured here is surely")
     assert "One round only." in " ".join(found.notes)
+
+
+def with_shares(records, share, **shape):
+    """Records that say how many calls of ours ran sparse."""
+    return [
+        dataclasses.replace(r, shape={**r.shape, **shape}, details={**r.details, "sparse_share": share})
+        if "ours" in r.what
+        else dataclasses.replace(r, shape={**r.shape, **shape})
+        for r in records
+    ]
+
+
+def test_a_gain_of_dense_calls_is_said_to_be_one(tmp_path):
+    found = headline(tmp_path, with_shares(bench_records(), 0))
+    assert found.claim == (
+        "A forward pass of preset tiny (4 x 32 tokens): 1.50x as fast as best dense, "
+        f"though no call ran sparse. {DENSE_GAINS}"
+    )
+    assert found.facts[0].good is None
+    assert "no call ran sparse: the gain comes from how dense products are computed" in found.facts[0].note
+    assert "No call of ours eager ran sparse." in make_report([tmp_path / "records.jsonl"]).html()
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+def test_sparse_calls_need_no_excuse(tmp_path, share):
+    found = headline(tmp_path, with_shares(bench_records(), share))
+    assert found.claim.endswith("1.50x as fast as best dense.")
+    assert found.facts[0].good
+    assert "no call ran sparse" not in found.facts[0].note
+
+
+def test_a_smaller_gain_of_sparse_calls_comes_first(tmp_path):
+    """Even before one of a trained model."""
+    sparse = with_shares(bench_records(**{"ours-eager": 1.2}), 1)
+    dense = with_shares(bench_records(), 0, model="runs/mine", text="text")
+    found = headline(tmp_path, [*dense, *sparse])
+    assert found.claim == "A forward pass of preset tiny (4 x 32 tokens): 1.25x as fast as best dense."
+    assert " Without a sparse call: A forward pass of mine (4 x 32 tokens), 1.50x as fast" in " ".join(
+        found.notes
+    )
+
+
+def test_dense_calls_that_gain_nothing_are_no_gain(tmp_path):
+    found = headline(tmp_path, with_shares(bench_records(**{"ours-eager": 1.6}), 0))
+    assert found.claim.startswith("Nothing measured here is surely faster than dense. ")
+    assert "sparse" not in found.claim
+    assert found.facts[0].good is False
+
+
+def test_a_preset_and_a_run_of_its_name_are_told_apart(tmp_path):
+    mine = [
+        dataclasses.replace(r, shape={**r.shape, "model": "runs/tiny/", "text": "text"})
+        for r in bench_records()
+    ]
+    write_records(tmp_path / "records.jsonl", [*bench_records(), *mine])
+    report = make_report([tmp_path / "records.jsonl"])
+    assert "A forward pass of tiny (4 x 32 tokens): 1.50x" in report.headline.claim
+    titles = [section.title for section in report.sections if "Forward" in section.title]
+    assert [title.partition(", ")[0] for title in titles] == [
+        "Forward pass: preset tiny",
+        "Forward pass: tiny",
+    ]
 
 
 def test_a_dense_contender_that_computes_something_else_is_no_baseline(tmp_path):
@@ -222,7 +287,7 @@ def test_trained_models_come_before_built_ones(tmp_path):
     assert "of mine (4 x 32 tokens): 1.25x" in faster.claim
     assert "built to be" not in " ".join(faster.notes)
     slower = headline(tmp_path, [*on_text(**{"ours-eager": 1.6}), *bench_records()])
-    assert "of tiny (4 x 32 tokens): 1.50x" in slower.claim
+    assert "of preset tiny (4 x 32 tokens): 1.50x" in slower.claim
     assert "No sure gain: A forward pass of mine" in " ".join(slower.notes)
 
 

@@ -61,7 +61,7 @@ def page(everything) -> Page:
 
 def test_every_section_is_there_and_linked(page):
     titles = [text for tag, text in page.texts if tag == "h2"]
-    wanted = ["Forward pass: tiny, 2 layers, 4 x 32 tokens, 12 neurons active"]
+    wanted = ["Forward pass: preset tiny, 2 layers, 4 x 32 tokens, 12 neurons active"]
     wanted += ["Training runs", "Speed and loss over lambda"]
     wanted += ["What each token wakes", "Layer by layer", "How neurons fire", "Environment", "Commands"]
     assert titles == wanted

@@ -20,8 +20,8 @@ from .._files import require_writable
 from .._interval import ENOUGH_ROUNDS
 from .._numbers import time_left
 from ..measure import Record, read_records
-from ..measure.models import require_preset
-from ..measure.processes import NOTE, Job, run_apart
+from ..measure.models import PRESETS, require_preset
+from ..measure.processes import NOTE, PART, Job, run_apart
 from ..measure.records import source, write_run
 from ..measure.results import Measured, merge, records_of
 from ..plots import speedup_bars
@@ -102,7 +102,7 @@ def run_inference(
         shapes=tuple(map(_shape, shape)),
         prompts=tuple(prompts) or (1,),
         prompt_length=prompt_length or (128 if gpu else 16),
-        new_tokens=new_tokens or (64 if gpu else 16),
+        new_tokens=new_tokens,
         **_measuring(shared, gpu),
     )
     _run("bench_inference", inference_job, options, **shared)
@@ -110,6 +110,7 @@ def run_inference(
 
 def run_training(
     *,
+    extra: Sequence[str],
     preset: str | None,
     layers: str,
     nnz: float | None,
@@ -124,6 +125,8 @@ def run_training(
 ) -> None:
     from ..measure.training import CONTENDERS, DEFAULT, PRECISIONS, require_contenders
 
+    if extra:
+        reject("MODEL", repr(extra[0]), f"presets only: --preset {' | '.join(PRESETS)}")
     device = _device(shared.pop("device"))
     gpu = device.startswith("cuda")
     require_choice("checkpointing", checkpointing, tuple(CHECKPOINTING))
@@ -204,6 +207,15 @@ def _measuring(shared: dict[str, Any], gpu: bool) -> dict[str, Any]:
     }
 
 
+def _require_records(out: Path) -> None:
+    """Refuse to append to what is no file of records."""
+    try:
+        read_records(out)
+    except ValueError as error:
+        found = str(error).removeprefix(f"{out}, ")
+        reject("out", f"{str(out)!r}, which is no file of records ({found})", "a new file, or one of records")
+
+
 class _Collected:
     """Results as they come, on file soon after they are known. Others may append to the file meanwhile.
 
@@ -216,7 +228,7 @@ class _Collected:
         if out is not None:
             require_writable(out, "out")
             if out.exists():
-                read_records(out)  # refuses what is no file of records
+                _require_records(out)
         self._what, self._options, self._out, self._say = what, options, out, say
         # Once: it says which records of the file are of this run.
         self._source = source(options.device, None) | ({"commit": commit} if commit else {})
@@ -344,14 +356,23 @@ class _Phases:
     def __init__(self, console: Console, progress: Progress, task: Any, note: Callable[[str], None]) -> None:
         self._console, self._progress, self._task, self._note = console, progress, task, note
         self._began, self._text, self.prefix = perf_counter(), "", ""
+        self._noted: set[str] = set()
 
     def __call__(self, text: str) -> None:
+        if text.startswith(PART):
+            self._show(text.removeprefix(PART))
+            return
         self.end()
         if text.startswith(NOTE):
-            self._note(text.removeprefix(NOTE))
+            if text not in self._noted:  # processes say the same
+                self._note(text.removeprefix(NOTE))
+            self._noted.add(text)
             return
         self._text = f"{self.prefix}{text}"
-        self._progress.update(self._task, description=self._text)
+        self._show(text)
+
+    def _show(self, text: str) -> None:
+        self._progress.update(self._task, description=f"{self.prefix}{text}")
 
     def end(self) -> None:
         took = perf_counter() - self._began

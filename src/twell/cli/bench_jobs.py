@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,11 +13,12 @@ from .._errors import reject
 from ..measure.contest import Setting
 from ..measure.energy import PowerSource, idle_power, power_source
 from ..measure.models import ModelPair, build_pair, preset_size, require_room
-from ..measure.processes import NOTE, Emit, Say
+from ..measure.processes import NOTE, PART, Emit, Say
 from ..measure.results import Measured
 from .plot_file import short_name
 from .text import text_source
 
+_QUICK = 5e7  # weights of a model whose token takes a CPU a few ms at most, which 16 tokens time badly
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,7 +39,7 @@ class Common:
 @dataclass(frozen=True, kw_only=True)
 class InferenceOptions(Common):
     """shapes: batch and sequence length of forward passes; none: one that the model takes.
-    prompts: sequences of generations."""
+    prompts: sequences of generations. new_tokens: None, as many as it takes to time the model."""
 
     model: str | None
     text: tuple[str, ...]
@@ -46,7 +48,7 @@ class InferenceOptions(Common):
     shapes: tuple[tuple[int, int], ...]
     prompts: tuple[int, ...]
     prompt_length: int
-    new_tokens: int
+    new_tokens: int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +68,8 @@ def _setting(options: Common, emit: Emit, say: Say) -> Setting:
     device = torch.device(options.device)
     source: PowerSource | str = power_source(device)
     if isinstance(source, str):
-        say(f"{NOTE}{source}")
+        if options.energy_seconds > 0:
+            say(f"{NOTE}{source}")
         source = None
     idle: dict[str, float] = {}
     if source is not None and options.energy_seconds > 0:
@@ -101,7 +104,7 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
 
     setting = _setting(options, emit, say)
     say("building the models" if options.preset is not None else f"loading {options.model}")
-    pair, tokens = _built(options) if options.preset is not None else _loaded(options)
+    pair, tokens = _built(options, say) if options.preset is not None else _loaded(options)
     name = options.preset or short_name(str(options.model))
     shapes = options.shapes or (_usual_shape(pair, setting.device),)
     prompts = [(batch, options.prompt_length) for batch in options.prompts]
@@ -116,13 +119,24 @@ def inference_job(options: InferenceOptions, emit: Emit, say: Say) -> None:
         bench_forward(pair, name, batch, chosen, setting, calibrated=options.preset is not None)
     chosen = [one for one in generation_contenders(setting.device) if one in options.contenders]
     for batch in batches.get("generation", ()):
-        bench_generation(pair, name, batch, options.new_tokens, chosen, setting)
+        new_tokens = options.new_tokens or _usual_new_tokens(pair, options)
+        bench_generation(pair, name, batch, new_tokens, chosen, setting)
 
 
 def _usual_shape(pair: ModelPair, device: torch.device) -> tuple[int, int]:
     """The paper's, on a CPU a small one; shorter where the model has fewer positions."""
     batch, sequence = (32, 2048) if device.type == "cuda" else (2, 256)
     return batch, min(sequence, getattr(pair.dense.config, "max_position_embeddings", None) or sequence)
+
+
+def _usual_new_tokens(pair: ModelPair, options: InferenceOptions) -> int:
+    """So many that their time stands out of the noise, yet few where each takes long; as many as fit."""
+    from ..measure.inference import FIRST_TOKENS
+
+    weights = sum(parameter.numel() for parameter in pair.dense.parameters())
+    wanted = 16 if options.device == "cpu" and weights > _QUICK else 64
+    positions = getattr(pair.dense.config, "max_position_embeddings", None)
+    return wanted if positions is None else min(wanted, positions - options.prompt_length - FIRST_TOKENS)
 
 
 def _require_positions(options: InferenceOptions, positions: int, whose: str) -> None:
@@ -132,7 +146,7 @@ def _require_positions(options: InferenceOptions, positions: int, whose: str) ->
     longest = max((length for _, length in options.shapes), default=0)
     if "forward" in options.workloads and longest > positions:
         reject("shape", f"sequences of {longest} tokens", f"at most {positions}, {whose} positions")
-    prompt, new = options.prompt_length, options.new_tokens
+    prompt, new = options.prompt_length, options.new_tokens or 1
     if "generation" in options.workloads and prompt + FIRST_TOKENS + new > positions:
         reject(
             "prompt_length, new_tokens",
@@ -142,13 +156,19 @@ def _require_positions(options: InferenceOptions, positions: int, whose: str) ->
         )
 
 
-def _built(options: InferenceOptions):
+def _by_layer(say: Say) -> Callable[[str], None]:
+    """Says which layer is being built, while "building the models" goes on."""
+    return lambda text: say(f"{PART}{text}")
+
+
+def _built(options: InferenceOptions, say: Say):
     size = preset_size(options.preset, layers=options.layers, nnz=options.nnz)
     _require_positions(options, size.positions, "the preset's")
     dtype = DTYPES[options.dtype]
     # Two models; the float32 one that logits are compared with is left out where it does not fit.
     require_room(size, bytes_per_parameter=2 * dtype.itemsize, device=options.device, name=options.preset)
-    pair = build_pair(size, dtype=dtype, device=options.device, seed=options.seed)
+    device, seed = options.device, options.seed
+    pair = build_pair(size, dtype=dtype, device=device, seed=seed, say=_by_layer(say))
 
     def tokens(batch: int, length: int) -> tuple[Tensor, str]:
         generator = torch.Generator("cpu").manual_seed(options.seed)
@@ -224,7 +244,7 @@ def training_job(options: TrainingOptions, emit: Emit, say: Say) -> None:
     case = _case(options)
     require_room(case.size, bytes_per_parameter=case.bytes_per_parameter, device=case.device, name=case.name)
     say("building the models")
-    trained = case.build()
+    trained = case.build(_by_layer(say))
     for checkpointing in options.checkpointing:
         bench_training(trained, checkpointing, list(options.contenders), setting)
     del trained

@@ -66,7 +66,8 @@ def bench_inference(
         int | None, Option(min=2, help="Tokens of a prompt. Default: 128, on a CPU 16.")
     ] = None,
     new_tokens: Annotated[
-        int | None, Option(min=1, help="Tokens to time after a prompt. Default: 64, on a CPU 16.")
+        int | None,
+        Option(min=1, help="Tokens to time after a prompt. Default: 64; on a CPU 16 of large models."),
     ] = None,
     dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str | None, _DEVICE] = None,
@@ -105,8 +106,9 @@ def bench_inference(
     )
 
 
-@bench.command("training")
+@bench.command("training", context_settings={"allow_extra_args": True})  # to say that there are none
 def bench_training(
+    context: typer.Context,
     preset: Annotated[str | None, _PRESET] = None,
     layers: Annotated[str, Option(help="Layers of the preset; auto: as many as fit.")] = "auto",
     nnz: Annotated[float | None, _NNZ] = None,
@@ -144,6 +146,7 @@ def bench_training(
     from .bench import run_training
 
     run_training(
+        extra=context.args,
         preset=preset,
         layers=layers,
         nnz=nnz,

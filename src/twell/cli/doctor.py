@@ -18,6 +18,7 @@ from ..kernels.cpu.gemm import has_native_gemm
 from ..kernels.cpu.measurements import kept_measurements, measurements_file
 from ..layer_state import LayerState
 from ..measure import hardware, versions
+from ..measure.environment import why_no_gpu
 from ..plan import ENVIRONMENT_VARIABLE, parse_override
 from ..policy import decide, resolve
 from ..problem import FfnArgs
@@ -31,7 +32,7 @@ def run_doctor() -> None:
     for device in devices:
         _print_pairs(console, f"Hardware: {device}", hardware(device) | _processor(device))
     if "cuda" not in devices:
-        console.print(f"No CUDA device ({_why_no_gpu()}): twell uses the CPU backend.\n", highlight=False)
+        console.print(f"No CUDA device ({why_no_gpu()}): twell uses the CPU backend.\n", highlight=False)
 
     table = Table(title="Backends", title_justify="left")
     for column in ("backend", "paths", *(f"on {device}" for device in devices)):
@@ -63,12 +64,6 @@ def run_doctor() -> None:
         state = f"[yellow]missing {', '.join(missing)}:[/] {escape(how_to_install(extra))}"
         table.add_row(extra, state if missing else "[green]installed[/]")
     console.print(table)
-
-
-def _why_no_gpu() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"torch {torch.__version__} is built without CUDA"
-    return "torch finds no driver or no GPU; look whether nvidia-smi does"
 
 
 def _processor(device: str) -> dict[str, str]:

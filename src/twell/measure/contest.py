@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ class Contender:
     sparse:       whether our kernels should run in it, so that it is looked at which paths they take.
     sparse_tokens:  look at blocks' calls with so many tokens, of the whole warm-up: what is captured runs but
                   once. None: at some calls after the rounds.
+    dense_reason: why most of its dense calls ran dense, where that is known.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Contender:
     sparse: bool = False
     sparse_tokens: int | None = None
     details: dict[str, float] = field(default_factory=dict)
+    dense_reason: str = ""
     error: float | None = None
     failure: str | None = None
 
@@ -169,12 +172,19 @@ def ready(
 def _note_paths(contender: Contender, ran: Sequence[Ran]) -> None:
     if contender.sparse and ran:
         contender.details["sparse_share"] = sparse_share(ran)
+        contender.dense_reason = _dense_reason(ran)
 
 
 def sparse_share(ran: Sequence[Ran]) -> float:
     """The share of blocks' calls that ran sparse. Autograd's own backwards are not noted, so none counts."""
     paths = [piece.path for piece in ran if piece.phase == "forward"]
     return sum(path != "dense" for path in paths) / max(len(paths), 1)
+
+
+def _dense_reason(ran: Sequence[Ran]) -> str:
+    dense = (piece for piece in ran if piece.path == "dense" and piece.phase == "forward")
+    reasons = Counter(piece.reason for piece in dense if piece.reason)
+    return max(reasons, key=reasons.__getitem__, default="")
 
 
 def run_contest(
@@ -202,6 +212,7 @@ def run_contest(
                 power=power[one.name],
                 sparsity=workload.sparsity,
                 details=dict(one.details),
+                dense_reason=one.dense_reason,
                 error=one.error,
                 failure=one.failure,
             )

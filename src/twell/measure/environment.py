@@ -28,9 +28,18 @@ def checked_device(device: torch.device | str) -> torch.device:
         reject("device", repr(str(where)), "'cpu' | 'cuda' | 'cuda:<index>'")
     if where.type == "cuda":
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if not found:
+            reject("device", repr(str(where)), f"'cpu'; {why_no_gpu()} (`twell doctor`)")
         if (where.index or 0) >= found:
             reject("device", repr(str(where)), f"'cpu', or one of the {found} CUDA devices found here")
     return where
+
+
+def why_no_gpu() -> str:
+    """Why torch sees no GPU."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    return "torch finds no driver or no GPU; look whether nvidia-smi does"
 
 
 def hardware(device: torch.device | str = "cpu") -> dict[str, str | int | float | None]:

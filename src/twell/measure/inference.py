@@ -98,6 +98,7 @@ def bench_forward(
     """
     ids = batch.ids
     sequences, length = ids.shape
+    setting.say("counting active neurons")
     workload = Workload(
         name="forward",
         title=f"forward, {sequences} x {length} tokens",
@@ -299,6 +300,7 @@ def bench_generation(
 
     ids = batch.ids
     sequences, prompt = ids.shape
+    setting.say("counting active neurons")
     workload = Workload(
         name="generation",
         title=f"generation, {sequences} sequences",

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from .._errors import did_you_mean, reject, require_positive_int
+from .._numbers import time_left
 from ..shares import active_neurons, run_observed
 from ..sparsify.blocks import named_blocks
 from ..synthetic import firing_rates
@@ -130,12 +132,17 @@ def build_pair(
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str = "cuda",
     seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
 ) -> ModelPair:
-    """Stock Llama with relu, and ours with the same weights, each layer with about `size.nnz` active."""
+    """Stock Llama with relu, and ours with the same weights, each layer with about `size.nnz` active.
+
+    say:  called before weights are drawn and before each layer's thresholds are set: seconds each, on a CPU.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..hf import SparseLlamaConfig, SparseLlamaForCausalLM
 
+    say(f"drawing the weights of layers 1 to {size.layers}")
     where = torch.device(device)
     cuda = where.type == "cuda"
     devices = [torch.cuda.current_device() if where.index is None else where.index] if cuda else []
@@ -148,7 +155,7 @@ def build_pair(
         sequence = min(size.positions, 1024)
         ids = torch.randint(size.vocabulary, (max(_SAMPLE // sequence, 1), sequence), device=where)
     dense.eval()
-    calibrate_(dense, ids, size.nnz, seed=seed)
+    calibrate_(dense, ids, size.nnz, seed=seed, say=say)
     sparse.load_state_dict(dense.state_dict())
     return ModelPair(dense, sparse.eval(), float(size.nnz))
 
@@ -184,7 +191,14 @@ def _draw_weights(model: nn.Module, size: ModelSize) -> None:
 
 
 @torch.no_grad()
-def calibrate_(model: nn.Module, ids: Tensor, nnz: float, *, seed: int = 0) -> None:
+def calibrate_(
+    model: nn.Module,
+    ids: Tensor,
+    nnz: float,
+    *,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
     """Set thresholds and scale of every block of a stock Llama from `_draw_weights`, on the tokens `ids`."""
     neurons = model.config.intermediate_size
     generator = torch.Generator().manual_seed(seed)
@@ -211,13 +225,18 @@ def calibrate_(model: nn.Module, ids: Tensor, nnz: float, *, seed: int = 0) -> N
         mlp.down_proj.weight.mul_(_STEP / step if step else 1e-3)  # 0: no neuron fires on these tokens
 
     set_up: set[nn.Module] = set()
+    layers, began = model.model.layers, perf_counter()
 
     def once(mlp: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if mlp not in set_up:  # setting up calls the block, too
+            done = len(set_up)
+            ahead = (perf_counter() - began) / done * (len(layers) - done) if done else None
+            left = "" if ahead is None else f"; {time_left(ahead)}"
+            say(f"building layer {done + 1} of {len(layers)}{left}")
             set_up.add(mlp)
             set_thresholds(mlp, inputs)
 
-    hooks = [layer.mlp.register_forward_pre_hook(once) for layer in model.model.layers]
+    hooks = [layer.mlp.register_forward_pre_hook(once) for layer in layers]
     try:
         model.model(ids, use_cache=False)
     finally:
@@ -283,6 +302,12 @@ def _meminfo() -> Iterator[str]:
         yield from path.read_text().splitlines()
 
 
+def layers_in(free: float, size: ModelSize, bytes_per_parameter: float) -> int:
+    """How many layers of a model `free` bytes hold next to its embeddings; no more than it has."""
+    rest = (size.parameters - size.layers * size.layer_parameters) * bytes_per_parameter
+    return min(int(max(free - rest, 0) / (size.layer_parameters * bytes_per_parameter)), size.layers)
+
+
 def require_room(
     size: ModelSize, *, bytes_per_parameter: float, device: torch.device | str, name: str
 ) -> None:
@@ -296,8 +321,7 @@ def require_room(
     needed = size.parameters * bytes_per_parameter
     if needed <= free:
         return
-    rest = (size.parameters - size.layers * size.layer_parameters) * bytes_per_parameter
-    layers = int(max(free - rest, 0) / (size.layer_parameters * bytes_per_parameter))
+    layers = layers_in(free, size, bytes_per_parameter)
     accepted = f"--layers {layers}, or less" if layers else "a smaller preset, or a device with more memory"
     reject(
         "preset",

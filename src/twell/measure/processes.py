@@ -16,6 +16,7 @@ from .results import Measured
 Emit = Callable[[Measured], None]
 Say = Callable[[str], None]
 NOTE = "note: "  # begins what is said for the reader to keep
+PART = "part: "  # begins what is said of a part of what is being done
 Job = Callable[[Any, Emit, Say], None]
 
 

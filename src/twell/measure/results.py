@@ -34,6 +34,7 @@ class Measured:
     power:     entries for the record's hardware: clocks, power and temperature of the rounds, and those of
                the windows of energy under names with "energy_" before them.
     details:   numbers of this contender: peak_bytes, same_tokens, largest_difference...
+    dense_reason:  why most of its dense calls ran dense, where that is known.
     error:     relative difference of the logits.
     failure:   why there is nothing, where it could not run.
     """
@@ -49,6 +50,7 @@ class Measured:
     power: dict[str, Any] = field(default_factory=dict)
     sparsity: dict[str, float] = field(default_factory=dict)
     details: dict[str, float] = field(default_factory=dict)
+    dense_reason: str = ""
     error: float | None = None
     failure: str | None = None
 
@@ -93,6 +95,10 @@ class Merged:
         if len({one.meaning for one in ran}) == 1:
             return ran[0].meaning
         return "; ".join(f"process {one.process + 1}: {one.meaning}" for one in ran)
+
+    @property
+    def dense_reason(self) -> str:
+        return next((one.dense_reason for one in self.processes if one.dense_reason), "")
 
     @property
     def failure(self) -> str | None:

@@ -5,7 +5,7 @@ The dense models are stock: no L1 term, no statistics. Ours has both, as the rec
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from .comparison import compare_steps
 from .contest import Contender, Setting, Workload, largest_that_fits, ready, run_contest
 from .inference import described, fitting_batch, sparsity_of
 from .memory import peak_bytes
-from .models import ModelPair, ModelSize, build_pair, free_bytes, require_room, shared_twin
+from .models import ModelPair, ModelSize, build_pair, free_bytes, layers_in, require_room, shared_twin
 from .results import Measured
 
 CONTENDERS = {
@@ -76,8 +76,9 @@ class TrainingCase:
         """Weights, gradients and two moments, of two models."""
         return 2 * 4 * self.dtype.itemsize
 
-    def build(self) -> Trained:
-        return Trained(build_pair(self.size, dtype=self.dtype, device=self.device, seed=self.seed), self)
+    def build(self, say: Callable[[str], None] = lambda text: None) -> Trained:
+        pair = build_pair(self.size, dtype=self.dtype, device=self.device, seed=self.seed, say=say)
+        return Trained(pair, self)
 
     def ids(self, batch: int | None = None) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(self.seed)
@@ -290,13 +291,16 @@ def _steps_until_sparse(contender: str) -> int:
 def layers_that_fit(case: TrainingCase, setting: Setting) -> int:
     """How many layers of the case's model can be trained next to their dense twins, up to all of them.
 
-    Measured: steps of the dense model with one layer and with two say what a layer costs.
+    No more than `require_room` takes. Measured: steps of the dense model with one layer and with two say what
+    a layer costs.
     """
     free = free_bytes(case.device)
     if free is None:
         return case.size.layers
+    # With a margin, since memory that is free now may be taken by the time the models are built.
+    most = max(layers_in(_MARGIN * free, case.size, case.bytes_per_parameter), 1)
     needed: list[float] = []
-    for layers in (1, 2):
+    for layers in (1, 2)[:most]:
         small = replace(case, size=replace(case.size, layers=layers))
         require_room(
             small.size, bytes_per_parameter=case.bytes_per_parameter, device=case.device, name=case.name
@@ -317,9 +321,11 @@ def layers_that_fit(case: TrainingCase, setting: Setting) -> int:
             )
         del trained, step
         setting.release()
+    if most == 1:
+        return most
     by_layer = max(needed[1] - needed[0], 1)
     found = int((_MARGIN * free - needed[0]) // by_layer) + 1
-    return max(1, min(found, case.size.layers))
+    return max(1, min(found, most))
 
 
 def largest_micro_batch(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .._interval import MEANING
+from .._interval import DENSE_GAINS, MEANING
 from .._numbers import digits
 from ..measure.records import Record
 from .chart import Bar, Bars
@@ -16,8 +16,9 @@ from .record_names import (
     gain_over_fastest,
     has_resampled_bounds,
     is_bench,
+    model_name,
+    ran_dense,
     rounds_of,
-    short_model,
     size_of,
 )
 from .wording import RESAMPLED, gigabytes, optional, seconds, share, short, times
@@ -81,7 +82,7 @@ def _told_apart(record: Record) -> str:
     layers = f"{shape['layers']} layers" if "layers" in shape else ""
     active = "" if nnz is None else f"{short(nnz) if nnz < 10 else round(nnz)} neurons active"
     checkpoints = "with checkpointing" if record.unit != "s" and shape.get("checkpointing") else ""
-    parts = short_model(shape), layers, size_of(record), active, checkpoints
+    parts = model_name(record), layers, size_of(record), active, checkpoints
     return ", ".join(part for part in parts if part)
 
 
@@ -221,7 +222,9 @@ def _legend(group: list[Record]) -> str:
         if record.details.get("doubtful"):
             parts.append(f"{contender(record)} computes something else: its speed means nothing.")
         sparse = record.details.get("sparse_share")
-        if sparse is not None and sparse < 1:
+        if ran_dense(record):
+            parts.append(f"No call of {contender(record)} ran sparse. {DENSE_GAINS}")
+        elif sparse is not None and sparse < 1:
             parts.append(
                 f"Dense calls of {contender(record)}: {share(1 - sparse)}, where sparsity does not pay."
             )

@@ -1,8 +1,8 @@
 """The largest gain that the records honestly show, with its baseline and its conditions.
 
 Trained models come before those that were built to be sparse, and whole models before blocks. A gain counts
-over the fastest dense contender that ran beside it, and with the lower end of its interval. Where nothing was
-faster, the headline says so.
+over the fastest dense contender that ran beside it, and with the lower end of its interval. A gain without a
+sparse call comes after all others, and is said to be one. Where nothing was faster, the headline says so.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._interval import ENOUGH_ROUNDS
+from .._interval import DENSE_GAINS, ENOUGH_ROUNDS
 from ..measure.records import Record
 from .document import Fact, Headline
 from .inputs import Inputs, Profiled, Run
@@ -26,6 +26,7 @@ from .record_names import (
     is_block,
     is_real,
     is_whole_model,
+    ran_dense,
     rivals,
     rounds_of,
     rounds_together,
@@ -48,6 +49,7 @@ class Gain:
     rounds:  behind it, None where nobody noted them.
     resampled:  whether its interval is one of resampled medians.
     width:   a note on blocks that are wider than usual.
+    ran_dense:  whether no call ran sparse.
     """
 
     value: float
@@ -60,6 +62,7 @@ class Gain:
     rounds: int | None = None
     resampled: bool = False
     width: str = ""
+    ran_dense: bool = False
     facts: tuple[Fact, ...] = ()
 
     @property
@@ -88,18 +91,24 @@ def make_headline(inputs: Inputs) -> Headline:
     claim = conditions = width = ""
     if gains:
         # Where a kind shows no gain, the next may.
-        best = max(gains, key=lambda gain: (gain.is_sure, -gain.rank, gain.low))
-        claim = f"{best.what}: {times(best.value)} as fast as {best.baseline}."
+        best = max(gains, key=lambda gain: (gain.is_sure, not gain.ran_dense, -gain.rank, gain.low))
+        claim, note, tone = f"{best.what}: {times(best.value)} as fast as {best.baseline}.", best.what, True
+        if best.ran_dense and best.value > 1:
+            claim = f"{claim[:-1]}, though no call ran sparse. {DENSE_GAINS}"
+            note += (
+                "; no call ran sparse: the gain comes from how dense products are computed, not from zeros"
+            )
+            tone = None
         if not best.is_sure:
             found = (
                 f"The nearest: {claim}" if best.value > 1 else f"{best.what}: {times(best.value)} its speed."
             )
             claim = f"Nothing measured here is surely faster than dense. {found}"
         conditions, width = best.conditions + best.bounds, best.width
-        good = True if best.is_sure else False if best.high < 1 else None  # None: nobody can tell
-        if good:
+        good = tone if best.is_sure else False if best.high < 1 else None  # None: nobody can tell
+        if best.is_sure:
             conditions += _without_gain(gains, best)
-        facts.append(Fact(times(best.value), f"the speed of {best.baseline}", best.what, good))
+        facts.append(Fact(times(best.value), f"the speed of {best.baseline}", note, good))
         facts += best.facts
     sparse, cost = _of_runs(inputs.runs)
     facts += _active(inputs) + cost
@@ -111,14 +120,20 @@ def make_headline(inputs: Inputs) -> Headline:
 
 
 def _without_gain(gains: Sequence[Gain], best: Gain) -> str:
-    """What says as much as the claim or more, and is no gain, whichever contender of ours ran."""
+    """What says as much as the claim or more, and is no gain of ours, whichever contender ran."""
     found: dict[str, Gain] = {}
     for gain in sorted(gains, key=lambda gain: gain.low):
         if gain.rank <= best.rank:
             found[gain.what] = gain  # the best of ours comes last
-    lost = [gain for gain in found.values() if not gain.is_sure]
-    words = [f"{gain.what}, {times(gain.value)} as fast as {gain.baseline}" for gain in lost]
-    return f" No sure gain: {'; '.join(words)}." if words else ""
+    others = [gain for gain in found.values() if gain is not best]
+    lost = [gain for gain in others if not gain.is_sure]
+    dense = [gain for gain in others if gain.is_sure and gain.ran_dense]
+    return _named_gains("No sure gain", lost) + _named_gains("Without a sparse call", dense)
+
+
+def _named_gains(said: str, gains: Sequence[Gain]) -> str:
+    words = [f"{gain.what}, {times(gain.value)} as fast as {gain.baseline}" for gain in gains]
+    return f" {said}: {'; '.join(words)}." if words else ""
 
 
 def _short_name(source: str) -> str:
@@ -187,6 +202,7 @@ def _of_records(records: Sequence[Record]) -> Iterable[Gain]:
             rounds_together(record, beside.get(name, record)),
             has_resampled_bounds(record),
             width_note(record.shape.get("D"), record.shape.get("H")),
+            ran_dense(record),
             tuple(_beside(record, records, name)),
         )
 

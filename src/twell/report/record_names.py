@@ -96,6 +96,11 @@ def is_real(record: Record) -> bool:
     return record.what == "generation/text"
 
 
+def ran_dense(record: Record) -> bool:
+    """Whether all calls of ours ran dense, so that no gain of it comes from sparsity."""
+    return record.details.get("sparse_share") == 0
+
+
 def is_block(record: Record) -> bool:
     """16-bit blocks on a CPU do not count: without 16-bit units most of their gain is arithmetic."""
     on_cpu = record.hardware.get("device") == "cpu"
@@ -179,7 +184,7 @@ def described(record: Record) -> str:
     shape = record.shape
     if is_bench(record):
         what = _WORKLOADS.get(record.what.split("/")[1], record.what)
-        return f"{what} of {short_model(shape)} ({size_of(record)})"
+        return f"{what} of {model_name(record)} ({size_of(record)})"
     if record.what in _MODELS:
         text = _MODELS[record.what].format(model=shape.get("model", "a model"))
     else:
@@ -187,9 +192,10 @@ def described(record: Record) -> str:
     return f"{text}, {shape['M']:,} tokens at once" if isinstance(shape.get("M"), int) else text
 
 
-def short_model(shape: dict) -> str:
-    """A folder's name is enough of its path."""
-    return str(shape.get("model", "a model")).rstrip("/").rsplit("/", 1)[-1]
+def model_name(record: Record) -> str:
+    """Of a record of `twell bench`: a preset, or a folder's name, which is enough of its path."""
+    name = str(record.shape.get("model", "a model")).rstrip("/").rsplit("/", 1)[-1]
+    return name if is_real(record) else f"preset {name}"
 
 
 def counted_on(record: Record) -> str:
