@@ -107,9 +107,17 @@ def _draw(folder: Path, results: Mapping[str, str]) -> Path | None:
 
 
 def show_settings() -> None:
-    """Print every setting with its default and meaning, for `twell train --help`."""
+    """Print every preset, and every setting with its default and meaning, for `twell train --help`."""
     from ..train.config import meanings
+    from ..train.presets import PRESETS, about
 
+    console = Console(highlight=False, markup=False)
+    table = Table("preset", "what it trains", title="Presets", title_justify="left", box=None)
+    table.columns[0].no_wrap = True
+    for name in PRESETS:
+        table.add_row(name, about(name))
+    console.print(table)
+    console.print()
     table = Table("setting", "default", "meaning", title="Settings", title_justify="left", box=None)
     table.columns[0].no_wrap = True
     section = ""
@@ -118,7 +126,7 @@ def show_settings() -> None:
             section = key.partition(".")[0]
             table.add_row()
         table.add_row(key, _yaml(default), meaning)
-    Console(highlight=False, markup=False).print(table)
+    console.print(table)
 
 
 def _yaml(value: Any) -> str:
