@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .._errors import reject
+from .next_steps import after_training
 from .plot_file import short_name
 from .progress import showing
 from .status import INTERRUPTED
@@ -73,6 +74,8 @@ def run_train(
     console.print(f"model: {folder / 'model'}", **_PLAIN)
     if (plot := _draw(folder, dict(rows))) is not None:
         console.print(f"plot: {plot}", **_PLAIN)
+    steps = after_training(folder, sparse=not settings.model.dense)
+    console.print(f"next: {', or '.join(steps)}", **_PLAIN)
 
 
 @contextmanager
