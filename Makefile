@@ -18,9 +18,12 @@ help:  ## show this list
 
 # torch first and pinned: a range that another package names must never pull a different build.
 $(READY): pyproject.toml
+	@echo "Setting up $(VENV): PyTorch ($(TORCH)) and about 100 packages, once; it takes some minutes."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[dev]"
+	@echo "1 of 2: installing PyTorch, the largest"
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	@echo "2 of 2: installing twell and the packages that it and its tests need"
+	@$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" --editable ".[dev]"
 	@touch $(READY)
 
 setup: $(READY)  ## create the virtual environment

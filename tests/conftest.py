@@ -75,7 +75,7 @@ class CpuChoices:
         self.native = False
         self.row_limit, self.block_gain, self.form_gain = 0.13, 2.0, 0.5
 
-    def measured(self, name, measure, *, otherwise):
+    def measured(self, name, measure, *, otherwise, usual=0.0):
         kinds = {
             "row limit": self.row_limit,
             "dense over block": self.block_gain,

@@ -35,6 +35,7 @@ from .problem import FfnArgs
 # CPUs
 
 _LIMIT_CEILING = 0.25  # probes end at 10%: no extrapolation far beyond
+_USUAL_LIMIT = 0.05  # below both limits above; counts where noise spoils the measurement
 _MARGIN = 0.9  # a sparse path must take at most this share of the dense time
 # Probes run at the largest powers of two up to a block's sizes, within these bounds.
 _PROBE_HIDDEN, _PROBE_NEURONS = (128, 2048), (256, 4096)
@@ -48,7 +49,9 @@ MANY_TOKENS = 64  # the block path needs full blocks
 def row_limit(site: CpuSite) -> float:
     """The share of active neurons up to which the row path beats the dense finish here."""
     probe = _probe_site(site)
-    return measurements.measured(_name("row limit", probe), lambda: _measure_row_limit(probe), otherwise=0.0)
+    return measurements.measured(
+        _name("row limit", probe), lambda: _measure_row_limit(probe), otherwise=0.0, usual=_USUAL_LIMIT
+    )
 
 
 def block_pays(site: CpuSite) -> bool:

@@ -131,7 +131,7 @@ def test_tuning_of_training_needs_a_gpu():
 def test_the_help_of_train_lists_every_setting():
     pytest.importorskip("yaml")
     from twell.train.config import RunConfig, meanings
-    from twell.train.presets import PRESETS
+    from twell.train.presets import PRESETS, about
     from twell.train.settings import run_config, with_overrides
 
     result = CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"})
@@ -144,6 +144,7 @@ def test_the_help_of_train_lists_every_setting():
     assert overrides[0] == "preset=null"
     assert run_config(with_overrides({}, overrides[1:])) == RunConfig()
     assert f" {', '.join(PRESETS)}. " in result.output
+    assert all(about(name) in rows[name] for name in PRESETS)
 
 
 def test_doctor_names_versions_and_backends():

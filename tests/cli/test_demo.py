@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,9 +11,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("datasets")
 from PIL import Image
+from rich.console import Console
 from typer.testing import CliRunner
 
+from twell._log import Ran
 from twell.cli.app import app
+from twell.cli.demo import _show_training_speed, _sparse_share, _Trained
 from twell.measure import read_records
 from twell.train.settings import read_settings, run_config
 
@@ -74,7 +78,16 @@ def test_the_demo_trains_checks_times_writes_and_reports(tmp_path):
     assert "active neurons per token of the prompts" in page
     assert "Training runs" in page
     assert "Forward pass" in page
-    assert result.output.rstrip().endswith(f"report: {out / 'report.html'} (open it in a browser)")
+    *_, report, generate, explain, again, own = result.output.splitlines()
+    assert report == f"report: {out / 'report.html'} (open it in a browser)"
+    assert generate.endswith(f'twell generate {run / "with-penalty"} --prompt "def main("')
+    assert explain.endswith(f"twell explain {run / 'with-penalty'} --text {tmp_path / 'corpus'}")
+    assert again.endswith(f"twell report {run / 'with-penalty'}")
+    assert own.endswith("twell train --preset tiny data.source=FOLDER")
+    rates = (f"{each['tokens_per_second']:,.0f}" for each in (found["without_penalty"], found))
+    assert "training, tokens/s │ {} │ {} │".format(*rates) in " ".join(result.output.split())
+    assert found["training_sparse_share"] == 0
+    assert "trained mostly dense (0% of its forward passes ran sparse): its blocks are small" in shown
 
 
 def test_noise_that_drowns_a_measurement_does_not_end_the_demo(tmp_path, monkeypatch):
@@ -95,7 +108,7 @@ def test_the_demo_fits_a_terminal_of_80_columns(tmp_path, monkeypatch):
     drawn = [line for line in result.output.splitlines() if set(line) & set("─│┃")]
     assert all(len(line) <= 80 for line in drawn)
     assert "…" not in result.output  # cut off
-    assert sum(line.startswith("│") for line in drawn) == 6 + 3 + 3  # no cell takes a second line
+    assert sum(line.startswith("│") for line in drawn) == 6 + 3 + 3 + 1  # no cell takes a second line
 
 
 @pytest.mark.parametrize(
@@ -116,6 +129,38 @@ def test_a_demo_that_holds_nothing_out_shows_training(tmp_path):
     assert f"training text, with penalty: cross-entropy {found['train_ce_loss']:.3f}, " in shown
     records = read_records(tmp_path / "out" / "run-1" / "records.jsonl")
     assert {record.shape["text"] for record in records} == {"training text"}
+
+
+def trained(rate: float | None, share: float) -> _Trained:
+    return _Trained(Path("run"), None, [], {"tokens_per_second": rate}, share)
+
+
+@pytest.mark.parametrize(
+    ("rate", "share", "busy", "said", "unsaid"),
+    [
+        (4128.0, 0.8, False, ["│ 1,600", "│ 4,128", "│ 2.58x"], "mostly dense"),
+        (4128.0, 0.8, True, ["│ 2.58x", "Other programs were busy"], "mostly dense"),
+        (1500.0, 0.2, False, ["│ 0.94x", "trained mostly dense (20% of its forward passes"], "busy"),
+        (591.0, 0.1, True, ["not compared: other programs were busy", "(10% of its forward"], "0.37x"),
+        (None, 0.1, True, [""], "busy"),
+    ],
+)
+def test_training_speed_is_shown_with_what_it_says(rate, share, busy, said, unsaid):
+    console = Console(record=True, width=80)
+    _show_training_speed(console, trained(rate, share), trained(1600.0, 0.0), busy=busy)
+    shown = console.export_text()
+    assert all(part in shown for part in said)
+    assert unsaid not in shown
+
+
+def test_what_ran_after_training_does_not_count():
+    ran = [
+        Ran("dense", "cpu", 60, 8, 32),
+        Ran("row", "cpu", 40, 8, 32),
+        Ran("row", "cpu", 100, 8, 32, "backward"),
+    ]
+    assert _sparse_share([*ran, Ran("block", "cpu", 500, 8, 32)], 100) == 0.4
+    assert _sparse_share([], 100) == 0
 
 
 def test_a_file_in_the_place_of_the_output_folder(tmp_path):

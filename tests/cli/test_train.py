@@ -34,10 +34,15 @@ def test_curves_are_drawn_at_the_end(config, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     done = run("--config", config, "--out", folder)
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-2:] == [f"model: {folder / 'model'}", f"plot: {folder / 'training.png'}"]
+    *_, model, plot, steps = done.output.splitlines()
+    assert (model, plot) == (f"model: {folder / 'model'}", f"plot: {folder / 'training.png'}")
+    assert steps.startswith("next: ")
+    assert f"twell explain {folder} --text FILE, or " in steps
+    assert "tokens of held-out text" in done.output
+    assert "dead_window" not in done.output
     assert (folder / "training.png").read_bytes().startswith(b"\x89PNG")
     again = run("--resume", folder)
-    assert again.output.splitlines()[-1] == f"plot: {folder / 'training.png'}"
+    assert again.output.splitlines()[-2] == f"plot: {folder / 'training.png'}"
 
 
 def test_without_matplotlib_nothing_is_said_of_a_plot(config, tmp_path, monkeypatch):
@@ -46,5 +51,5 @@ def test_without_matplotlib_nothing_is_said_of_a_plot(config, tmp_path, monkeypa
     folder = tmp_path / "run"
     done = run("--config", config, "--out", folder)
     assert done.exit_code == 0, done.output
-    assert done.output.splitlines()[-1].startswith("model: ")
+    assert done.output.splitlines()[-2].startswith("model: ")
     assert not (folder / "training.png").exists()

@@ -205,7 +205,7 @@ def _switches(case: Case):
         row_limit, block_gain, native = CPUS[case.cpu]
         kept = {"row limit": row_limit, "dense over block": block_gain, "linear over": 0.0}
 
-        def measured(name, measure, *, otherwise):
+        def measured(name, measure, *, otherwise, usual=0.0):
             return next(number for kind, number in kept.items() if name.startswith(kind))
 
         stack.enter_context(mock.patch.object(measurements, "measured", measured))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,10 +188,19 @@ class Experts(nn.Module):
         return sum(torch.relu(x @ up.T) @ down.T for up, down in zip(self.up, self.down, strict=True))
 
 
+def test_the_way_out_names_the_model():
+    model = model_of(Plain(nn.SiLU()))
+    model.config = SimpleNamespace(name_or_path="a folder/model")
+    assert "model.init_from='a folder/model' data.source=TEXT`" in str(sparsify_(model))
+
+
 @pytest.mark.parametrize(
     ("change", "way"),
     [
-        (lambda block: setattr(block, "f", nn.SiLU()), "--preset relufy"),
+        (
+            lambda block: setattr(block, "f", nn.SiLU()),
+            "--preset relufy model.init_from=MODEL data.source=TEXT",
+        ),
         (lambda block: block.one.register_forward_hook(lambda *_: None), "remove them"),
         (lambda block: setattr(block.two, "forward", block.two.forward), "restore it"),
         (lambda block: nn.utils.parametrizations.weight_norm(block.one), "remove_parametrizations"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,6 +82,26 @@ def test_a_resumed_run_keeps_its_measurements(corpus, tmp_path, machine, monkeyp
     assert same_weights(tmp_path / "row", tmp_path / "resumed")
     stored = json.loads((tmp_path / "resumed" / "choices.json").read_text())
     assert set(stored[measurements._machine()].values()) == {1.0}
+
+
+def test_a_busy_moment_does_not_turn_a_run_dense(corpus, tmp_path, machine, monkeypatch):
+    """The usual limit counts, for the whole run, also where it is resumed on a quiet machine."""
+    config = small_run(corpus, "train.steps=4", "train.save_every=2", "recipe.l1=0")
+    monkeypatch.setattr(crossover, "_USUAL_LIMIT", 1.0)
+    for name in ("whole", "resumed"):
+        monkeypatch.setattr(measurements, "is_busy", lambda: True)
+        machine(0.0)
+        with recorded_paths() as ran:
+            train(config, tmp_path / name, console=QUIET)
+        assert {piece.path for piece in ran if piece.phase == "forward" and piece.tokens == 128} == {"row"}
+    shutil.rmtree(tmp_path / "resumed" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "resumed" / "model")
+    before = (tmp_path / "resumed" / "choices.json").read_text()
+    monkeypatch.setattr(measurements, "is_busy", lambda: False)
+    machine(0.0)
+    train(config, tmp_path / "resumed", resume=True, console=QUIET)
+    assert (tmp_path / "resumed" / "choices.json").read_text() == before
+    assert same_weights(tmp_path / "whole", tmp_path / "resumed")
 
 
 def test_the_same_command_twice_and_killed_in_between(corpus, tmp_path):

@@ -94,7 +94,13 @@ def test_dollars_in_a_name_are_no_mathematics(tmp_path):
 
 def test_results_are_readable_and_escaped():
     summary = {"steps": 12, "nnz": 3.14159, "dead": 0.25, "rate": 27753.4, "odd": "<b>", "held_out": None}
-    rows = [("steps", "12"), ("nnz", "3.142"), ("dead", "25.0%"), ("rate", "27,753"), ("odd", "<b>")]
+    rows = [
+        ("steps", "12"),
+        ("active per training token", "3.142"),
+        ("dead at the end of training", "25.0%"),
+        ("rate", "27,753"),
+        ("odd", "<b>"),
+    ]
     assert summary_rows(summary) == rows
     html = summary_html(summary, "runs/<tiny>: finished")
     assert [tuple(row) for row in parts(html)[0][1:]] == rows

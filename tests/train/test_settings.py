@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("yaml")
 
 from twell.train.config import RunConfig
-from twell.train.presets import PRESETS, preset
+from twell.train.presets import PRESETS, about, preset
 from twell.train.settings import read_settings, run_config, to_yaml, with_overrides
 
 
@@ -81,14 +81,25 @@ def test_unknown_preset_suggests_the_nearest():
         preset("paper-1.5")
 
 
-def test_relufy_needs_a_checkpoint():
-    with pytest.raises(ValueError, match=r"model.init_from: got None; accepted: the dense checkpoint"):
-        run_config(with_overrides(preset("relufy"), ["data.source=text"]))
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ([], "model.init_from and data.source"),
+        (["data.source=text"], "model.init_from"),
+        (["model.init_from=x"], "data.source"),
+    ],
+)
+def test_relufy_names_what_it_needs(given, missing):
+    accepted = r"with model\.init_from=MODEL, .* and data\.source=TEXT"
+    with pytest.raises(ValueError, match=f"preset: got 'relufy' without {missing}; accepted: {accepted}"):
+        run_config(with_overrides(preset("relufy"), given))
 
 
-def test_relufy_needs_text():
-    with pytest.raises(ValueError, match=r"data.source: got ''"):
-        run_config(with_overrides(preset("relufy"), ["model.init_from=x"]))
+def test_every_preset_says_what_it_is():
+    assert about("tiny") == "2 layers, D 256, H 1,536; 0.6 million tokens; a few minutes on two CPU cores"
+    assert "D 2,048, H 5,632; 10.5 billion tokens; " in about("paper-0.5b")
+    assert "as the checkpoint; 65.5 million tokens; " in about("relufy")
+    assert all(len(about(name).split("; ")) == 3 for name in PRESETS)
 
 
 def test_one_name_will_do_for_a_list():

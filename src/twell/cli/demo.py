@@ -20,6 +20,8 @@ from .. import reference
 from .._errors import reject
 from .._files import make_folder, needs_space, write_atomically, write_json
 from .._interval import Interval, paired_gain
+from .._log import Ran, recorded_paths
+from ..kernels.cpu.measurements import was_doubted
 from ..measure import Record, compare, write_records
 from ..measure.contest import Setting
 from ..measure.inference import Batch, bench_forward, bench_generation
@@ -28,6 +30,7 @@ from ..measure.records import source
 from ..measure.results import Measured, merge, records_of
 from ..plan import Plan
 from ..plots import figure_class, speedup_bars, training_curves
+from .next_steps import after_training, own_command
 from .progress import NOISY, Bar, Progress
 from .status import INTERRUPTED
 from .train import stopping_at_once
@@ -40,17 +43,22 @@ _BLOCK_REPETITIONS = 9
 _PROMPT = "def read_file(path):\n    "
 _NAME = "demo"  # of the model in records
 _PENALTY, _NONE = "with penalty", "without"
+_MOSTLY = 0.5
 _PLAIN = {"highlight": False, "markup": False, "soft_wrap": True}
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """A run: its folder, settings, log lines and summary."""
+    """A run: its folder, settings, log lines and summary.
+
+    sparse_share:  the share of its training that took a sparse path (`_sparse_share`).
+    """
 
     folder: Path
     config: Any
     logs: list[dict]
     summary: dict
+    sparse_share: float
 
     @property
     def text(self) -> str:
@@ -95,6 +103,7 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
     console.rule("3. Is it faster?")
     speedups, records = _time(console, pair, Batch(ids=tokens, origin=origin))
+    _show_training_speed(console, sparse, dense, busy=was_doubted())
     speedup_bars(
         speedups,
         output / "speedup.png",
@@ -108,11 +117,17 @@ def run_demo(*, output: Path, overrides: list[str]) -> None:
 
     console.rule("5. Its report")
     report = _report(console, pair.sparse, sparse, dense, folder, output)
-    found = {**sparse.summary, "without_penalty": dense.summary, "speedups": speedups}
+    found = {
+        **sparse.summary,
+        "without_penalty": dense.summary,
+        "speedups": speedups,
+        "training_sparse_share": sparse.sparse_share,
+    }
     write_json(output / "demo.json", found)
     console.print(f"plots:  {output / 'training.png'}, {output / 'speedup.png'}", **_PLAIN)
     console.print(f"model:  {sparse.folder / 'model'}", **_PLAIN)
     console.print(f"report: {report} (open it in a browser)", **_PLAIN)
+    _show_next_steps(console, sparse)
 
 
 def _new_folder(output: Path) -> Path:
@@ -151,13 +166,28 @@ def _train(console: Console, config: Any, folder: Path) -> _Trained:
     from ..train.run import train
     from ..train.run_folder import METRICS
 
-    with stopping_at_once(folder, console):
+    with stopping_at_once(folder, console), recorded_paths() as ran:
         result = train(config, folder, console=console)
     if not result.finished:
         console.print(f"Stopped. Resume with: twell train --resume {folder}", **_PLAIN)
         raise typer.Exit(INTERRUPTED)
     logs = [line for line in read_metrics(folder / METRICS) if "ce_loss" in line]
-    return _Trained(folder, config, logs, result.summary)
+    share = _sparse_share(ran, result.summary["tokens"] * config.model.layers)
+    return _Trained(folder, config, logs, result.summary, share)
+
+
+def _sparse_share(ran: list[Ran], tokens: int) -> float:
+    """The share of a run's forward passes that took a sparse path.
+
+    tokens:  of its training, times layers. What ran after them were evaluations, which count for nothing.
+    """
+    sparse = seen = 0
+    for piece in ran:
+        if piece.phase != "forward" or seen >= tokens:
+            continue
+        seen += piece.tokens
+        sparse += piece.tokens * (piece.path != "dense")
+    return sparse / max(seen, 1)
 
 
 def _show_training(console: Console, sparse: _Trained, dense: _Trained) -> None:
@@ -176,6 +206,46 @@ def _show_training(console: Console, sparse: _Trained, dense: _Trained) -> None:
             f"{run.text} text, {name}: cross-entropy {loss:.3f}, {active:.1f} of {neurons:,} neurons active",
             highlight=False,
         )
+
+
+def _show_training_speed(console: Console, sparse: _Trained, dense: _Trained, *, busy: bool) -> None:
+    """Tokens per second of both runs, or why they say nothing.
+
+    busy:  whether other programs kept twell from measuring this CPU when training began.
+    """
+    mine, theirs = (run.summary["tokens_per_second"] for run in (sparse, dense))
+    if not mine or not theirs:  # nothing was logged
+        return
+    mostly_dense = sparse.sparse_share < _MOSTLY
+    ran_sparse = f"{sparse.sparse_share:.0%} of its forward passes ran sparse"
+    if busy and mostly_dense:
+        console.print(
+            "Training speed is not compared: other programs were busy when training began, and the run with\n"
+            f"the penalty trained mostly dense ({ran_sparse}). Run the demo again on a quiet machine.",
+            style="yellow",
+            **_PLAIN,
+        )
+        return
+    table = Table("", _NONE, _PENALTY, "speed-up")
+    table.add_row("training, tokens/s", f"{theirs:,.0f}", f"{mine:,.0f}", f"{mine / theirs:.2f}x")
+    console.print(table)
+    console.print("Medians of the two runs, one after the other; both begin dense.", **_PLAIN)
+    if mostly_dense:
+        console.print(
+            f"The run with the penalty trained mostly dense ({ran_sparse}): its blocks are small, or many\n"
+            "neurons were active for most of it.",
+            **_PLAIN,
+        )
+    if busy:
+        console.print("Other programs were busy when training began.", style="yellow", **_PLAIN)
+
+
+def _show_next_steps(console: Console, run: _Trained) -> None:
+    source = run.config.data.sources[0]
+    known = None if run.config.data.prepared is not None else source
+    for step in after_training(run.folder, sparse=True, source=known):
+        console.print(f"next:   {step}", **_PLAIN)
+    console.print(f"your own text: {own_command()} train --preset tiny data.source=FOLDER", **_PLAIN)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .._errors import reject
+from .next_steps import after_training
 from .plot_file import short_name
 from .progress import showing
 from .status import INTERRUPTED
@@ -73,6 +74,8 @@ def run_train(
     console.print(f"model: {folder / 'model'}", **_PLAIN)
     if (plot := _draw(folder, dict(rows))) is not None:
         console.print(f"plot: {plot}", **_PLAIN)
+    steps = after_training(folder, sparse=not settings.model.dense)
+    console.print(f"next: {', or '.join(steps)}", **_PLAIN)
 
 
 @contextmanager
@@ -107,9 +110,17 @@ def _draw(folder: Path, results: Mapping[str, str]) -> Path | None:
 
 
 def show_settings() -> None:
-    """Print every setting with its default and meaning, for `twell train --help`."""
+    """Print every preset, and every setting with its default and meaning, for `twell train --help`."""
     from ..train.config import meanings
+    from ..train.presets import PRESETS, about
 
+    console = Console(highlight=False, markup=False)
+    table = Table("preset", "what it trains", title="Presets", title_justify="left", box=None)
+    table.columns[0].no_wrap = True
+    for name in PRESETS:
+        table.add_row(name, about(name))
+    console.print(table)
+    console.print()
     table = Table("setting", "default", "meaning", title="Settings", title_justify="left", box=None)
     table.columns[0].no_wrap = True
     section = ""
@@ -118,7 +129,7 @@ def show_settings() -> None:
             section = key.partition(".")[0]
             table.add_row()
         table.add_row(key, _yaml(default), meaning)
-    Console(highlight=False, markup=False).print(table)
+    console.print(table)
 
 
 def _yaml(value: Any) -> str:

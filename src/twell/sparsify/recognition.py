@@ -61,10 +61,11 @@ class Skipped:
     name: str
     kind: str
     reason: str
+    model: str = ""
 
     @property
     def way_out(self) -> str:
-        return way_out(self.reason)
+        return way_out(self.reason, self.model)
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.way_out}" if self.way_out else self.reason
@@ -83,7 +84,7 @@ def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     holders = Counter(
         child for holder in model.modules() for child in holder._modules.values() if child is not None
     )
-    search = _Search(filter_fn, holders)
+    search = _Search(filter_fn, holders, _origin(model))
     inside = _inside_lora(model)
     for name, module in reversed(list(model.named_modules())):
         if module not in inside or is_lora(module):
@@ -91,10 +92,16 @@ def find_blocks(model: nn.Module, filter_fn: BlockFilter | None) -> Findings:
     return search.result()
 
 
+def _origin(model: nn.Module) -> str:
+    """Where a model of transformers was loaded from; empty if that is not known."""
+    origin = getattr(getattr(model, "config", None), "name_or_path", "")
+    return origin if isinstance(origin, str) else ""
+
+
 class _Search:
-    def __init__(self, filter_fn: BlockFilter | None, holders: Counter) -> None:
-        """holders: by how many places each module is held."""
-        self._filter, self._holders = filter_fn, holders
+    def __init__(self, filter_fn: BlockFilter | None, holders: Counter, origin: str) -> None:
+        """holders: by how many places each module is held. origin: as `_origin` says."""
+        self._filter, self._holders, self._origin = filter_fn, holders, origin
         self._findings = Findings()
         self._taken: set[nn.Module] = set()  # projections of blocks that were found
         self._refused: list[tuple[Skipped, list[nn.Module]]] = []
@@ -205,7 +212,7 @@ class _Search:
         self._findings.blocks.append(found)
 
     def _refuse(self, name: str, module: nn.Module, reason: str, projections: list[nn.Module]) -> None:
-        skipped = Skipped(name, type(module).__name__, reason)
+        skipped = Skipped(name, type(module).__name__, reason, self._origin)
         if all(skipped != other for other, _ in self._refused):
             self._refused.append((skipped, projections))
 

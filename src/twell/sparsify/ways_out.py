@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
+
 # (part of a reason, what to do), the first match counts.
 _WAYS_OUT = (
-    ("no exact zeros", "`twell train --preset relufy` trains it on"),
+    (
+        "no exact zeros",
+        "`twell train --preset relufy model.init_from={model} data.source=TEXT` trains it on with ReLU",
+    ),
     ("hook", "remove them, then call sparsify_ again"),
     ("forward was replaced", "restore it, then call sparsify_ again"),
     ("parametrised", "torch.nn.utils.parametrize.remove_parametrizations, then call sparsify_ again"),
@@ -20,6 +25,10 @@ _WAYS_OUT = (
 )
 
 
-def way_out(reason: str) -> str:
-    """One line, or nothing where there is no way."""
-    return next((way for part, way in _WAYS_OUT if part in reason), "")
+def way_out(reason: str, model: str = "") -> str:
+    """One line, or nothing where there is no way.
+
+    model:  where the model was loaded from, if that is known.
+    """
+    way = next((way for part, way in _WAYS_OUT if part in reason), "")
+    return way.replace("{model}", shlex.quote(model) if model else "MODEL")

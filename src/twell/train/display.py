@@ -20,6 +20,23 @@ _COLUMNS = {
     "tokens_per_second": ("tokens/s", "{:,.0f}"),
 }
 
+# Keys of summary.json in words; the others say it themselves.
+_RESULTS = {
+    "train_ce_loss": "training cross-entropy",
+    "held_out_ce_loss": "held-out cross-entropy",
+    "held_out_perplexity": "held-out perplexity",
+    "held_out_nnz": "active per held-out token",
+    "held_out_dead": "dead in held-out text",
+    "held_out_dead_window": "tokens of held-out text",
+    "nnz": "active per training token",
+    "dead": "dead at the end of training",
+    "dead_window": "tokens they were silent for",
+    "revived": "neurons revived",
+    "tokens_per_second": "tokens/s, median",
+    "data_tokens": "tokens of the training text",
+    "peak_memory_bytes": "peak memory, bytes",
+}
+
 Lines = Sequence[Mapping[str, Any]]
 
 
@@ -54,8 +71,12 @@ def summary_html(summary: Mapping[str, Any], caption: str) -> str:
 
 
 def summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values that are known, for people."""
-    return [(name, _shown(name, value)) for name, value in summary.items() if value is not None]
+    """What is known, in words, for people."""
+    return [
+        (_RESULTS.get(name, name), _shown(name, value))
+        for name, value in summary.items()
+        if value is not None
+    ]
 
 
 def _shown(name: str, value: Any) -> str:

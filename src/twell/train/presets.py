@@ -144,6 +144,31 @@ PRESETS: dict[str, Callable[[], Settings]] = {
 }
 
 
+_TAKES = {
+    "tiny": "a few minutes on two CPU cores",
+    "demo": "about a minute on two CPU cores, what `twell demo` trains",
+    "small": "minutes on one H200",
+    # From 150,000 tokens a second with 8 layers (docs/recipe.md), without recomputation.
+    "paper-0.5b": "about a day on one H200",
+    "paper-1b": "about four days on one H200",
+    "paper-1.5b": "about ten days on one H200",
+    "paper-2b": "more than two weeks on one H200",
+    "relufy": "makes a dense model sparse: needs model.init_from and data.source",
+}
+
+
+def about(name: str) -> str:
+    """The sizes of a preset, its tokens, and how long it takes on what: one line."""
+    settings = PRESETS[name]()
+    model, train = settings.get("model"), settings["train"]
+    sizes = "as the checkpoint"
+    if model is not None:
+        sizes = f"{model['layers']} layers, D {model['hidden_size']:,}, H {model['intermediate_size']:,}"
+    tokens = train["steps"] * train["batch"] * settings["data"]["sequence_length"]
+    count = f"{tokens / 1e9:.1f} billion" if tokens >= 1e9 else f"{tokens / 1e6:.1f} million"
+    return f"{sizes}; {count} tokens; {_TAKES[name]}"
+
+
 def without_sizes(settings: Settings) -> Settings:
     """A preset for a model from a checkpoint, which has its own sizes."""
     return {key: value for key, value in settings.items() if key != "model"}

@@ -18,7 +18,26 @@ from .config import RunConfig
 
 def run_config(settings: Mapping[str, Any]) -> RunConfig:
     """A `RunConfig` from nested dictionaries; missing keys keep their defaults."""
+    if settings.get("preset") == "relufy":
+        _check_relufy(settings)
     return _built(RunConfig, settings)
+
+
+def _check_relufy(settings: Mapping[str, Any]) -> None:
+    """Refuse preset relufy without its two settings, both in one message."""
+    sections = {name: section for name, section in settings.items() if isinstance(section, Mapping)}
+    missing = [
+        f"{section}.{key}"
+        for section, key in (("model", "init_from"), ("data", "source"))
+        if not sections.get(section, {}).get(key)
+    ]
+    if missing:
+        reject(
+            "preset",
+            f"'relufy' without {' and '.join(missing)}",
+            "with model.init_from=MODEL, the dense checkpoint to make sparse (a folder or a Hub name), and "
+            "data.source=TEXT, the kind of text that it was trained on",
+        )
 
 
 def _built(kind: type, settings: Mapping[str, Any], section: str = "") -> Any:

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.real_cpu
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("TWELL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measurements, "_known", {})
+    monkeypatch.setattr(measurements, "_doubted", set())
     monkeypatch.setattr(_log, "_logged", set())
 
 
@@ -83,6 +84,24 @@ class TestKeeping:
         measurements._known.clear()  # a new process, on an idle machine
         monkeypatch.setattr(measurements, "is_busy", lambda: False)
         assert measurements.measured("a", Tries(0.7), otherwise=0.0) == 0.7
+
+    @pytest.mark.parametrize(
+        ("busy", "tries", "value", "kept"),
+        [
+            (True, (0.0,), 0.05, False),  # noise makes limits small
+            (True, (0.02,), 0.05, False),
+            (True, (0.2,), 0.2, False),
+            (False, (0.0, 0.3, 0.04, 0.02, 0.01), 0.05, False),  # never two alike: other programs, too
+            (False, (0.9, 0.5, 0.3, 0.2, 0.1), 0.3, True),
+            (False, (0.0,), 0.0, True),  # nothing disturbs: such a CPU exists
+        ],
+    )
+    def test_noise_does_not_turn_sparsity_off(self, busy, tries, value, kept, monkeypatch, caplog):
+        monkeypatch.setattr(measurements, "is_busy", lambda: busy)
+        assert measurements.measured("a", Tries(*tries), otherwise=0.0, usual=0.05) == value
+        assert measurements.kept_measurements() == ({"a": value} if kept else {})
+        assert measurements.was_doubted() != kept
+        assert ("while other programs were busy; using 0.05" in caplog.text) == (value == 0.05)
 
     def test_busy_is_more_than_there_are_cores(self, monkeypatch):
         monkeypatch.undo()

@@ -2,9 +2,9 @@
 
 Which way of computing is faster differs by machine, so no constant can say it. Each number is measured the
 first time a call has to choose, until two tries agree, and kept in the cache folder by CPU and by versions of
-torch and twell, unless other programs were busy. `twell tune --device cpu` measures on purpose. Different
-ways differ in the last bit, so a training run keeps the numbers it used in its own folder
-(`choices_kept_in`).
+torch and twell, unless other programs were busy: then a number below the usual one says little about the
+CPU, and the usual one counts. `twell tune --device cpu` measures on purpose. Different ways differ in the
+last bit, so a training run keeps the numbers it used in its own folder (`choices_kept_in`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ _LOCK_SECONDS = 30  # measurements take less; after that, measure beside the oth
 _log = logging.getLogger("twell")
 _lock = threading.RLock()  # threads that measure at once would slow each other
 _known: dict[str, float] = {}
+_doubted: set[str] = set()  # names measured while other programs were busy
 _run_file: Path | None = None
 _forked = False
 _alone = False  # whether this process holds the lock: a measurement may ask for another
@@ -55,11 +56,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_note_fork)
 
 
-def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> float:
+def measured(name: str, measure: Callable[[], float], *, otherwise: float, usual: float = 0.0) -> float:
     """The number called `name` on this CPU: known, kept on disk or measured now.
 
     measure:    one try, a number >= 0; 0 says that sparsity is of no use here, and logs a warning.
     otherwise:  the number in a forked process where none is kept: it has no threads to measure with.
+    usual:      what CPUs give at least; it replaces a smaller number that was measured amid noise.
     """
     value = _known.get(name)
     if value is not None:
@@ -71,7 +73,7 @@ def measured(name: str, measure: Callable[[], float], *, otherwise: float) -> fl
         if kept is None and _forked:
             log_once("a forked process cannot measure the CPU and takes the cautious way: dense, F.linear")
             return otherwise
-        return _learn(name, _measure_alone(name, measure) if kept is None else kept)
+        return _learn(name, _measure_alone(name, measure, usual) if kept is None else kept)
 
 
 def measure_again(name: str, measure: Callable[[], float]) -> float:
@@ -83,15 +85,25 @@ def measure_again(name: str, measure: Callable[[], float]) -> float:
         return _learn(name, value)
 
 
+def was_doubted() -> bool:
+    """Whether this process has measured the CPU while other programs were busy."""
+    return bool(_doubted)
+
+
 def agreeing(measure: Callable[[], float], most_tries: int = _MOST_TRIES) -> float:
     """The mean of two successive tries that agree, or the median of `most_tries` if none do."""
+    return _agreeing(measure, most_tries)[0]
+
+
+def _agreeing(measure: Callable[[], float], most_tries: int = _MOST_TRIES) -> tuple[float, bool]:
+    """As `agreeing`, and whether two tries agreed."""
     tries = [measure()]
     while len(tries) < most_tries:
         tries.append(measure())
         one, other = tries[-2:]
         if abs(one - other) <= _AGREE_WITHIN * max(one, other):
-            return (one + other) / 2
-    return median(tries)
+            return (one + other) / 2, True
+    return median(tries), False
 
 
 def least_seconds(*runs: Callable[[], float]) -> list[float]:
@@ -149,24 +161,37 @@ def kept_measurements() -> dict[str, float]:
     return dict(_kept())
 
 
-def _measure_alone(name: str, measure: Callable[[], float]) -> float:
+def _measure_alone(name: str, measure: Callable[[], float], usual: float) -> float:
     """Measure while no other process does, unless one has found the number meanwhile."""
     with _only_process():
         kept = _kept().get(name)
         if kept is not None:
             return kept
-        value = agreeing(measure)
+        value, agreed = _agreeing(measure)
         _log.info("twell: measured this CPU: %s: %.4g", name, value)
+        if is_busy() or (value < usual and not agreed):
+            return _doubt(name, value, usual)
         if value == 0:
             log_once(
                 f"measured this CPU and found no use for sparsity ({name}: 0), so such calls run dense; if "
                 "other programs were busy, measure again with `twell tune --device cpu` and your sizes"
             )
-        if is_busy():
-            log_once("other programs are busy: what is measured of this CPU now holds for this process only")
-        else:
-            _keep(name, value)
+        _keep(name, value)
         return value
+
+
+def _doubt(name: str, value: float, usual: float) -> float:
+    """What to go by after a measurement amid noise, which is not kept: it must not decide for long."""
+    _doubted.add(name)
+    log_once("other programs are busy: what is measured of this CPU now holds for this process only")
+    if value >= usual:
+        return value
+    log_once(
+        f"measured {name}: {value:.2g} while other programs were busy; using {usual:.2g}, less than other "
+        "CPUs have, in this process or training run; on a quiet machine: `twell tune --device cpu` and your "
+        "sizes"
+    )
+    return usual
 
 
 def is_busy() -> bool:
