@@ -33,7 +33,7 @@ def test_two_processes_equal_one_and_resume(tmp_path):
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     train(config, tmp_path / "run1", console=QUIET)
     out = launch(2, "--config", tmp_path / "run.yaml", "--out", tmp_path / "run2")
-    assert out.count("held_out_ce_loss") == 1  # one process speaks
+    assert out.count("held-out perplexity") == 1  # one process speaks
     values = ("loss", "ce_loss", "l1_loss", "nnz", "dead", "revived")
     one, two = (logged(tmp_path / f"run{n}", *values) for n in (1, 2))
     assert len(one) == 6

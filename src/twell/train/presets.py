@@ -148,7 +148,8 @@ _TAKES = {
     "tiny": "a few minutes on two CPU cores",
     "demo": "about a minute on two CPU cores, what `twell demo` trains",
     "small": "minutes on one H200",
-    # From 150,000 tokens a second with 8 layers (docs/recipe.md), without recomputation.
+    # From eager sparse steps with recomputation (docs/benchmarks.md): 107,900 tokens a second with 8 layers,
+    # 27,600 with 38, and what lies between.
     "paper-0.5b": "about a day on one H200",
     "paper-1b": "about four days on one H200",
     "paper-1.5b": "about ten days on one H200",
