@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -318,3 +319,15 @@ def test_the_profile_of_a_run_counts_blocks_alone(made):
     found = make_report([made / "profile"]).headline
     assert "2 feed-forward blocks" in found.claim
     assert "without attention" in " ".join(found.notes)
+
+
+@pytest.mark.parametrize(("paths", "excused"), [(("dense", "dense"), True), (("dense", "row"), False)])
+def test_the_profile_of_blocks_that_ran_dense_says_so(made, tmp_path, paths, excused):
+    profile = json.loads((made / "profile" / "profile.json").read_text())
+    for layer, path in zip(profile["layers"], paths, strict=True):
+        layer["speed"] |= {"auto_path": path, "dense_ms": 2.0, "auto_ms": 1.0, "auto_speedup": 2.0}
+        layer["speed"] |= {"auto_low": 1.9, "auto_high": 2.1}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    claim = make_report([tmp_path / "profile.json"]).headline.claim
+    assert "2.00x as fast as dense PyTorch" in claim
+    assert ("though no call ran sparse" in claim) == excused

@@ -308,6 +308,7 @@ def _of_profiles(profiles: Sequence[Profiled]) -> Iterable[Gain]:
             f"Conditions: automatic plan, {place}, {one.profile.dtype}, {timed[0].tokens:,} tokens of the "
             "profiled text at once; blocks alone, without attention; medians of interleaved calls.",
             width=width_note(one.profile.layers[0].hidden, one.profile.layers[0].neurons),
+            ran_dense=all(speed.auto_path == "dense" for speed in timed),
         )
 
 
