@@ -16,3 +16,8 @@ def time_left(seconds: float) -> str:
     if seconds < 90:
         return f"about {10 * round(seconds / 10)} s left"
     return f"about {seconds / 60:.0f} min left"
+
+
+def counted(number: int, word: str) -> str:
+    """1 record, 2 records."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"

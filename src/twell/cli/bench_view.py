@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._interval import DENSE_GAINS, MEANING
-from .._numbers import digits
+from .._numbers import counted, digits
 from ..formats.base import format_bytes
 from ..measure import Record
 from ..measure.results import Merged
@@ -22,7 +22,8 @@ _WIDE = 100  # columns of a terminal
 
 def label(one: Merged) -> str:
     shape = one.first.shape
-    size = f"{shape['batch']} x {shape['sequence']}" if "sequence" in shape else f"{shape['batch']} sequences"
+    batch = shape["batch"]
+    size = f"{batch} x {shape['sequence']}" if "sequence" in shape else counted(batch, "sequence")
     return f"{one.first.workload}, {size}: {one.first.contender}"
 
 
@@ -117,14 +118,16 @@ def _title(group: list[Merged]) -> str:
     what = {"forward": "forward", "generation": "generation"}.get(first.workload, "training step")
     size = f"{shape['batch']} x {shape.get('sequence', shape.get('prompt'))} tokens"
     if first.workload == "generation":
-        size = f"{shape['batch']} sequences, {shape['new_tokens']} new tokens after {shape['prompt']}"
+        size = (
+            f"{counted(shape['batch'], 'sequence')}, {shape['new_tokens']} new tokens after {shape['prompt']}"
+        )
     more = (
         ""
         if "checkpointing" not in shape
         else (", with checkpointing" if shape["checkpointing"] else ", without checkpointing")
     )
     precision = shape.get("precision", shape["dtype"])
-    return f"{what} of {shape['model']}, {shape['layers']} layers, {size}, {precision}{more}"
+    return f"{what} of {shape['model']}, {counted(shape['layers'], 'layer')}, {size}, {precision}{more}"
 
 
 def _notes(group: list[Merged]) -> list[str]:

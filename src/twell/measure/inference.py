@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .. import reference
 from .._errors import reject
+from .._numbers import counted
 from .baselines import compile_layers, dense_ways, many_compilations, quiet_autotuning
 from .contest import Contender, Setting, Workload, doubt, largest_that_fits, ready, run_contest
 from .models import ModelPair, active_by_layer, free_bytes, shared_twin, tensor_bytes
@@ -303,7 +304,7 @@ def bench_generation(
     setting.say("counting active neurons")
     workload = Workload(
         name="generation",
-        title=f"generation, {sequences} sequences",
+        title=f"generation, {counted(sequences, 'sequence')}",
         shape=described(pair, name, batch=sequences, prompt=prompt, new_tokens=new_tokens, text=batch.origin),
         tokens=sequences,
         steps=FIRST_TOKENS + new_tokens,

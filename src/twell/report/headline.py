@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._interval import DENSE_GAINS, ENOUGH_ROUNDS
+from .._numbers import counted
 from ..measure.records import Record
 from .document import Fact, Headline
 from .inputs import Inputs, Profiled, Run
@@ -34,7 +35,7 @@ from .record_names import (
     workload,
 )
 from .sweep import base_run, sparsest_good
-from .wording import RESAMPLED, change, counted, exponent, gigabytes, listed, share, short, times, width_note
+from .wording import RESAMPLED, change, exponent, gigabytes, listed, share, short, times, width_note
 
 _NO_GAIN = 1.005  # beside rounding
 _FEWEST_ROUNDS = 4  # the lowest of so many is below their median with 94%

@@ -80,11 +80,6 @@ def optional(value: float | None, form: str) -> str:
     return "" if value is None or not math.isfinite(value) else format(value, form)
 
 
-def counted(number: int, word: str) -> str:
-    """1 record, 2 records."""
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
 def listed(words: list[str], most: int = 3) -> str:
     """a, b and 4 more."""
     if len(words) <= most:
